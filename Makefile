@@ -1,0 +1,47 @@
+# Two commands matter: `make demo` and `make test`. Both set everything up by themselves, once.
+PYTHON ?= python3
+BENCHMARKS ?= multi_turn copy_rate
+
+PY := .venv/bin/python
+INSTALLED := .venv/.stamp-installed
+MODEL := .venv/.stamp-model
+
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test lint fuzz bench clean FORCE
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1	/p' Makefile
+
+setup: $(MODEL) ## .venv with the project, the tools and the model; a no-op when nothing changed
+
+demo: setup ## a real model chats with and without the service (5 minutes)
+	$(PY) -m benchmarks.demo
+
+test: setup lint ## every check: lint, types, tests (under 5 minutes on 2 cores)
+	$(PY) -m pytest
+
+lint: $(INSTALLED) ## ruff and mypy --strict
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+fuzz: $(INSTALLED) ## the property tests with fresh random examples, and more of them than `make test`
+	$(PY) -m pytest -m hypothesis --hypothesis-profile=fresh --timeout=1800
+
+bench: setup ## the benchmarks, one JSON line each; stops at the first that misses a bar (BENCHMARKS="a b" chooses)
+	@for name in $(BENCHMARKS); do echo "benchmarks.$$name"; $(PY) -m benchmarks.$$name --json || exit 1; done
+
+clean: ## remove caches and build outputs; .venv stays (to start over: rm -rf .venv)
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+# A checkout that was moved needs its editable install again, whatever the dates of its files.
+ifneq ($(shell cat $(INSTALLED) 2>/dev/null),$(CURDIR))
+$(INSTALLED): FORCE
+endif
+$(INSTALLED): pyproject.toml .ci/setup
+	@PYTHON='$(PYTHON)' .ci/setup
+
+$(MODEL): $(INSTALLED) benchmarks/models.py
+	$(PY) -m benchmarks.models
+	@touch $@

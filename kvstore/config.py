@@ -1,0 +1,117 @@
+"""One typed configuration, from one TOML file; flags of `kvstore serve` override by dotted name."""
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvstore.errors import ConfigInvalid
+
+DEFAULT_ADDRESS = "ipc:///run/kvstore/kvstore.sock"
+CAPACITY_NBYTES_MIN = 4 << 20
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+
+
+class MemoryConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The RAM tier."""
+
+    capacity: int = 0
+    """Bytes of host memory for blocks, per node, for all specs together, e.g. "64GiB". No default: a cache without
+    a bound takes the node down, so `serve` refuses to start without it."""
+    path: str = ""
+    """Folder of the slab, on a tmpfs. Default: a folder of the user's in /dev/shm, named by a hash of the address."""
+    checksums: bool = True
+    """Whether writers sum blocks as they copy (XXH3-64). Off saves about a fifth of store throughput."""
+    session_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    """Share of the tier that one session may hold in leases and reservations. Beyond it, its hits get shorter."""
+
+
+class Config(Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything an operator may set."""
+
+    address: str = DEFAULT_ADDRESS
+    """Where clients connect: ipc:///absolute/path. The socket's folder is made with mode 0700."""
+    memory: MemoryConfig = MemoryConfig()
+
+
+def parse_nbytes(text: str) -> int:
+    """Query. "2GiB", "512 MiB", "1000000" -> bytes. ValueError on anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if not found or found[2].upper() not in _UNITS:
+        raise ValueError(f'{text!r} is not a size such as "64GiB" or "512MiB"')
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def config_from(values: Mapping[str, Any]) -> Config:
+    """Query. A checked Config from nested plain values; ConfigInvalid names path, value and reason."""
+    prepared = _sized(_known(values, Config, ""))
+    try:
+        return msgspec.convert(prepared, Config)
+    except msgspec.ValidationError as exc:
+        reason, _, path = str(exc).partition(" - at ")
+        raise ConfigInvalid(f"config: {path.strip('`$.') or 'value'}: {reason}") from exc
+
+
+def load_config(path: str | os.PathLike[str] | None, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Query. The TOML file at `path` (ConfigInvalid when it cannot be read), then `overrides` by dotted name."""
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
+            raise ConfigInvalid(f"config file {os.fspath(path)!r}: {exc}") from exc
+    for name, value in (overrides or {}).items():
+        section = values
+        *outer, last = name.split(".")
+        for part in outer:
+            section = section.setdefault(part, {})
+        section[last] = value
+    return config_from(values)
+
+
+def option_names(kind: type[Struct] = Config, prefix: str = "") -> list[str]:
+    """Query. All options by dotted name."""
+    names = []
+    for field in msgspec.structs.fields(kind):
+        inner = isinstance(field.type, type) and issubclass(field.type, Struct)
+        names += option_names(field.type, f"{prefix}{field.name}.") if inner else [prefix + field.name]
+    return names
+
+
+def _known(values: Mapping[str, Any], kind: type[Struct], prefix: str) -> dict[str, Any]:
+    """The values, once every key is known; an unknown one stops the start and names the nearest."""
+    fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    known = {}
+    for key, value in values.items():
+        if key not in fields:
+            near = difflib.get_close_matches(f"{prefix}{key}", option_names(), n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigInvalid(f"config: unknown key {prefix}{key}{hint}")
+        inner = fields[key]
+        if isinstance(inner, type) and issubclass(inner, Struct):
+            if not isinstance(value, Mapping):
+                raise ConfigInvalid(f"config: {prefix}{key} is a section, not the value {value!r}")
+            value = _known(value, inner, f"{prefix}{key}.")
+        known[key] = value
+    return known
+
+
+def _sized(values: dict[str, Any]) -> dict[str, Any]:
+    """Sizes may be written as text with a unit."""
+    memory = values.get("memory", {})
+    if "capacity" in memory:
+        given = memory["capacity"]
+        try:
+            capacity = parse_nbytes(given) if isinstance(given, str) else given
+        except ValueError as exc:
+            raise ConfigInvalid(f"config: memory.capacity: {exc}") from exc
+        values = values | {"memory": memory | {"capacity": capacity}}
+    return values

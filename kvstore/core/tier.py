@@ -1,0 +1,221 @@
+"""A tier: which blocks it holds, where, and which of them may go. It decides and remembers; it touches no bytes."""
+
+from __future__ import annotations  # array[int] is not subscriptable at run time before 3.12
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core.slots import SLOTS_PER_EXTENT_MAX, SlotPool
+from radix import BlockHash, Inserted, Match, Node, Pin, PrefixTree
+
+FREE, RESERVED, SEALED = 0, 1, 2
+SLOT_ROW = np.dtype([("state", "<u4"), ("owner", "<u4"), ("generation", "<u8")])
+
+
+class Tables(NamedTuple):
+    """A tier's flat tables. On a slab they lie in shared memory, so that a new daemon finds what an old one held."""
+
+    extents: npt.NDArray[np.uint64]  # slot_nbytes each extent serves, 0 for none
+    slots: npt.NDArray[np.void]  # SLOT_ROW per slot number
+
+
+def new_tables(num_extents: int) -> Tables:
+    """Query. Tables of an empty tier, in private memory."""
+    return Tables(np.zeros(num_extents, np.uint64), np.zeros(num_extents * SLOTS_PER_EXTENT_MAX, SLOT_ROW))
+
+
+class Tier:
+    """Blocks of one medium: a prefix tree over them, and a pool of slots.
+
+    Every slot of a class is in exactly one of three states: free (in the pool), reserved (handed out by `reserve`,
+    not yet inserted or given back), cached (in the tree). `free + cached + reserved = total`, per class.
+    """
+
+    def __init__(self, extent_nbytes: int, tables: Tables, symbols_of: Callable[[int], bytes], generation: int) -> None:
+        """`tables`: zeroed, written here only. `symbols_of`: block symbols from a slot's header.
+
+        `generation`: above all that an earlier owner of the tables gave out.
+        """
+        self.pool = SlotPool(extent_nbytes, tables.extents)
+        self.tree = PrefixTree(symbols_of)
+        self._symbols_of = symbols_of
+        self._table = tables.slots
+        self._generation = generation
+        self.num_evicted = 0
+        self._evicted_since_look: dict[int, int] = {}  # slot_nbytes -> blocks evicted since extents were compared
+
+    def add_spec(self, root: BlockHash, slot_nbytes: int) -> None:
+        """Changes state. Idempotent."""
+        self.pool.add_class(slot_nbytes)
+        self.tree.add_root(root, slot_nbytes)
+
+    def add_extent(self, extent: int) -> None:
+        """Changes state. The extent's memory is there: its slots may be handed out."""
+        self.pool.add_extent(extent)
+
+    def match(self, root: BlockHash, hashes: bytes, symbols_at: Callable[[int], bytes] | None = None) -> Match:
+        """Query. Longest cached chain, token-granular in the block where the query leaves it."""
+        match = self.tree.match(root, hashes, symbols_at)
+        assert match is not None, "the spec was added at attach"
+        return match
+
+    def pin(self, match: Match, max_blocks: int | None = None) -> Pin:
+        """Changes state. Forbid eviction of the matched blocks until `unpin`."""
+        return self.tree.pin(match, max_blocks)
+
+    def unpin(self, pin: Pin) -> None:
+        """Changes state."""
+        self._free(self.tree.unpin(pin))
+
+    def reserve(self, slot_nbytes: int, count: int, owner: int) -> tuple[array[int], int] | None:
+        """Changes state. `count` slots and their generation, evicting unpinned blocks if needed;
+
+        None when there is no room.
+        """
+        if not self._make_room(slot_nbytes, count):
+            return None
+        slots = self.pool.take(slot_nbytes, count)
+        assert slots is not None
+        self._generation += 1
+        rows = _indices(slots)
+        self._table["state"][rows] = RESERVED
+        self._table["owner"][rows] = owner
+        self._table["generation"][rows] = self._generation
+        return slots, self._generation
+
+    def available(self, slot_nbytes: int) -> int:
+        """Query. Blocks of this class that `reserve` could give now without draining other classes."""
+        return self.pool.num_free(slot_nbytes) + self.tree.num_evictable(slot_nbytes)
+
+    def insert(
+        self,
+        root: BlockHash,
+        hashes: bytes,
+        start: int,
+        slots: Sequence[int],
+        *,
+        short: bool,
+    ) -> Inserted:
+        """Changes state. Seal reserved slots as blocks [start:] of a chain.
+
+        `unused` ones stay reserved: give them back.
+        """
+        inserted = self.tree.insert(
+            root, hashes, start, slots, lambda block: self._symbols_of(slots[block - start]), short
+        )
+        unused = set(inserted.unused)
+        self._table["state"][_indices(array("I", (slot for slot in slots if slot not in unused)))] = SEALED
+        self._free(inserted.freed)
+        return inserted
+
+    def give_back(self, slots: Iterable[int]) -> None:
+        """Changes state. Reserved slots that will not be filled, or whose block was there already."""
+        self._free(slots)
+
+    def remove(self, pin: Pin, index: int) -> None:
+        """Changes state. Forget block number `index` of a pinned path and everything below it."""
+        node, at = self.tree.locate(pin, index)
+        self._free(self.tree.remove(node, at))
+
+    def clear(self, root: BlockHash) -> None:
+        """Changes state. Forget every block of a spec; pinned ones leave when they are unpinned."""
+        self._free(self.tree.clear(root))
+
+    def distinct_blocks(self, pins: Iterable[Pin]) -> int:
+        """Query. Blocks that at least one of these pins holds."""
+        seen: set[int] = set()
+        blocks = 0
+        for pin in pins:
+            node: Node | None = pin.node
+            while node is not None and node.id not in seen:
+                seen.add(node.id)
+                blocks += len(node.slots)
+                node = node.parent
+        return blocks
+
+    def slot_nbytes_of(self, slot: int) -> int:
+        """Query. The class of a slot that is not free."""
+        slot_nbytes = self.pool.class_of(slot // SLOTS_PER_EXTENT_MAX)
+        assert slot_nbytes is not None
+        return slot_nbytes
+
+    def counts(self, slot_nbytes: int) -> tuple[int, int, int]:
+        """Query. (free, cached, reserved) slots of a class, unassigned extents not included."""
+        cached = self.tree.num_blocks(slot_nbytes)
+        taken = self.pool.num_taken(slot_nbytes)
+        return self.pool.num_slots(slot_nbytes) - taken, cached, taken - cached
+
+    def check(self) -> None:
+        """Query. Assert the invariants of the parts and that the slot table says the same."""
+        self.tree.check()
+        self.pool.check()
+        for slot_nbytes in self.pool.classes:
+            assert min(self.counts(slot_nbytes)) >= 0
+        sealed = int((self._table["state"] == SEALED).sum())
+        assert sealed == sum(self.tree.num_blocks(size) for size in self.pool.classes)
+        not_free = int((self._table["state"] != FREE).sum())
+        assert not_free == sum(self.pool.num_taken(size) for size in self.pool.classes)
+
+    def _free(self, slots: Iterable[int]) -> None:
+        slots = array("I", slots)
+        if slots:
+            self._table["state"][_indices(slots)] = FREE
+            self.pool.give_back(slots)
+
+    def _make_room(self, slot_nbytes: int, count: int) -> bool:
+        """Evict until `count` slots of the class are free.
+
+        False, with nothing evicted of this class, if that cannot be.
+        """
+        while (missing := count - self.pool.num_free(slot_nbytes)) > 0:
+            enough = missing <= self.tree.num_evictable(slot_nbytes)
+            if self._should_look(slot_nbytes, enough) and self._drain_colder(slot_nbytes, enough):
+                continue
+            if not enough:
+                return False
+            evicted = self.tree.evict(slot_nbytes, missing)
+            self.num_evicted += len(evicted)
+            self._evicted_since_look[slot_nbytes] = self._evicted_since_look.get(slot_nbytes, 0) + len(evicted)
+            self._free(evicted)
+        return True
+
+    def _should_look(self, slot_nbytes: int, enough: bool) -> bool:
+        """Comparing extents reads the whole owner table, so it is done once per extent's worth of evictions, or in
+        need."""
+        if len(self.pool.classes) == 1:
+            return False
+        since = self._evicted_since_look.get(slot_nbytes)
+        return not enough or since is None or since >= self.pool.slots_per_extent(slot_nbytes)
+
+    def _drain_colder(self, slot_nbytes: int, enough: bool) -> bool:
+        """Drain the coldest extent of another class if it is worth less than our next victim.
+
+        Also when our own victims are too few. An extent's worth is the mean of its blocks' last use: one hot block must not keep 64 MiB of cold ones.
+        """
+        self._evicted_since_look[slot_nbytes] = 0
+        coldest = self.tree.coldest(slot_nbytes) if enough else None
+        for heat, extent, drainable in self.tree.extents_by_heat(SLOTS_PER_EXTENT_MAX):
+            if coldest is not None and heat >= coldest:
+                return False
+            if drainable and self._may_drain(extent, slot_nbytes):
+                drained = self.tree.drain(extent, SLOTS_PER_EXTENT_MAX)
+                self._evicted_since_look.pop(slot_nbytes, None)  # the next coldest may be colder too
+                self.num_evicted += len(drained)
+                self._free(drained)
+                return True
+        return False
+
+    def _may_drain(self, extent: int, slot_nbytes: int) -> bool:
+        """Another class's extent in which no slot is reserved: draining it frees it whole."""
+        if self.pool.class_of(extent) == slot_nbytes:
+            return False
+        rows = slice(extent * SLOTS_PER_EXTENT_MAX, (extent + 1) * SLOTS_PER_EXTENT_MAX)
+        return not bool((self._table["state"][rows] == RESERVED).any())
+
+
+def _indices(slots: array[int]) -> npt.NDArray[np.uint32]:
+    return np.frombuffer(slots, dtype=np.uint32) if slots else np.empty(0, np.uint32)

@@ -1,0 +1,1 @@
+"""What holds the bytes of a tier."""

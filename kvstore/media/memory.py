@@ -1,0 +1,172 @@
+"""The host slab: one file of shared memory that the daemon owns and every client of the node maps.
+
+    superblock (4 KiB) | extent table: u64 each | slot table: SLOT_ROW each | extents, from a 2 MiB boundary
+
+The file has its full size from the start and no pages. An extent's pages are taken from the system (posix_fallocate)
+before any of its slots is handed out, so that a shortage is an error at start and never a SIGBUS in an engine. A
+mapped slab is never truncated or set up again: each cold start makes a new inode.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core.layout import HEADER_NBYTES, PAGE_NBYTES, Header, parse_header
+from kvstore.core.slots import SLOTS_PER_EXTENT_MAX, slot_offset
+from kvstore.core.tier import SLOT_ROW, Tables
+from kvstore.errors import TierUnavailable
+
+MAGIC = b"KVSLAB\r\n"
+VERSION = 1
+HUGE_PAGE_NBYTES = 2 << 20
+MADV_POPULATE_WRITE = 23  # Linux 5.14; Python 3.11's mmap module does not name it
+
+_SUPERBLOCK = struct.Struct("<8sI4xQQQ")
+_libc = ctypes.CDLL(None, use_errno=True)  # a CDLL call releases the GIL; mmap.madvise would hold it for 45 ms
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Geometry(NamedTuple):
+    """Sizes of a slab, from which all its offsets follow."""
+
+    num_extents: int
+    extent_nbytes: int
+
+    @property
+    def capacity_nbytes(self) -> int:
+        return self.num_extents * self.extent_nbytes
+
+    @property
+    def extent_table_offset(self) -> int:
+        return PAGE_NBYTES
+
+    @property
+    def slot_table_offset(self) -> int:
+        return self.extent_table_offset + _round_up(8 * self.num_extents, PAGE_NBYTES)
+
+    @property
+    def data_offset(self) -> int:
+        table_nbytes = SLOT_ROW.itemsize * SLOTS_PER_EXTENT_MAX * self.num_extents
+        return _round_up(self.slot_table_offset + table_nbytes, HUGE_PAGE_NBYTES)
+
+    @property
+    def file_nbytes(self) -> int:
+        return self.data_offset + self.capacity_nbytes
+
+
+class Slab:
+    """A mapped slab. Writing rules: the daemon writes tables; a reservation's holder writes its slots; nobody else."""
+
+    def __init__(self, fd: int, geometry: Geometry) -> None:
+        """Takes over `fd`."""
+        self.geometry = geometry
+        self._fd = fd
+        self._map = mmap.mmap(fd, geometry.file_nbytes)
+        self._bytes = np.frombuffer(self._map, np.uint8)
+        self._address = self._bytes.ctypes.data
+
+    @classmethod
+    def create(cls, fd: int, geometry: Geometry, epoch: int) -> Slab:
+        """Changes state. Give an empty file a slab's size and superblock. TierUnavailable when it cannot have it."""
+        try:
+            os.ftruncate(fd, geometry.file_nbytes)
+            os.posix_fallocate(fd, 0, geometry.data_offset)
+        except OSError as exc:
+            raise TierUnavailable(f"memory.capacity={geometry.capacity_nbytes}: {exc.strerror}") from exc
+        slab = cls(fd, geometry)
+        superblock = _SUPERBLOCK.pack(MAGIC, VERSION, epoch, geometry.num_extents, geometry.extent_nbytes)
+        slab._map[: len(superblock)] = superblock
+        return slab
+
+    @classmethod
+    def open(cls, path: Path, epoch: int) -> Slab:
+        """Query. Map a daemon's slab. TierUnavailable when it is not the slab of that epoch."""
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            superblock = os.pread(fd, _SUPERBLOCK.size, 0)
+        except OSError as exc:
+            raise TierUnavailable(f"slab {path}: {exc.strerror}") from exc
+        if len(superblock) < _SUPERBLOCK.size:
+            superblock = bytes(_SUPERBLOCK.size)
+        magic, version, found_epoch, num_extents, extent_nbytes = _SUPERBLOCK.unpack(superblock)
+        if (magic, version, found_epoch) != (MAGIC, VERSION, epoch):
+            os.close(fd)
+            raise TierUnavailable(f"slab {path}: not the slab of this daemon (version {version})")
+        return cls(fd, Geometry(num_extents, extent_nbytes))
+
+    @property
+    def tables(self) -> Tables:
+        """Query. The tables as arrays on the slab."""
+        at, count = self.geometry.extent_table_offset, self.geometry.num_extents
+        extents = np.frombuffer(self._map, np.uint64, count, at)
+        slots = np.frombuffer(self._map, SLOT_ROW, count * SLOTS_PER_EXTENT_MAX, self.geometry.slot_table_offset)
+        return Tables(extents, slots)
+
+    def allocate_extent(self, extent: int) -> None:
+        """Changes state. Take the extent's pages from the system and touch them.
+
+        TierUnavailable when there are none.
+        """
+        offset = self._extent_offset(extent)
+        try:
+            os.posix_fallocate(self._fd, offset, self.geometry.extent_nbytes)
+        except OSError as exc:
+            name = errno.errorcode.get(exc.errno or 0, "?")
+            raise TierUnavailable(f"extent {extent} of the slab: {exc.strerror} ({name})") from exc
+        self.populate_extent(extent)
+
+    def populate_extent(self, extent: int) -> None:
+        """Changes state. Map the extent's pages into this process now, not at first touch.
+
+        Best effort (Linux >= 5.14).
+        """
+        address = self._address + self._extent_offset(extent)
+        _libc.madvise(address, self.geometry.extent_nbytes, MADV_POPULATE_WRITE)
+
+    def offset(self, slot: int, slot_nbytes: int) -> int:
+        """Query. Byte offset of a slot's header page in the file."""
+        return self.geometry.data_offset + slot_offset(slot, slot_nbytes, self.geometry.extent_nbytes)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Query. A copy of some bytes."""
+        return self._map[offset : offset + nbytes]
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Changes state."""
+        self._map[offset : offset + len(data)] = data
+
+    def payload(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Query. The first bytes of the payload of the slot at `offset`:
+
+        a view, for use under a lease or reservation.
+        """
+        return self._bytes[offset + HEADER_NBYTES : offset + HEADER_NBYTES + nbytes]
+
+    def payload_buffer(self, offset: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
+        """Query. The same as an object of its own, which lives exactly as long as any array made from it."""
+        return (ctypes.c_char * nbytes).from_buffer(self._map, offset + HEADER_NBYTES)
+
+    def header(self, slot: int) -> Header | None:
+        """Query. The parsed header of a slot in use (the extent table knows its class); None when it is damaged."""
+        slot_nbytes = int(self.tables.extents[slot // SLOTS_PER_EXTENT_MAX])
+        return parse_header(self.read(self.offset(slot, slot_nbytes), HEADER_NBYTES))
+
+    def close(self) -> None:
+        """Changes state. The mapping itself goes when the last array on it does."""
+        os.close(self._fd)
+
+    def _extent_offset(self, extent: int) -> int:
+        return self.geometry.data_offset + extent * self.geometry.extent_nbytes
+
+
+def _round_up(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit

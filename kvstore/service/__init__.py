@@ -1,0 +1,1 @@
+"""Shells: processes, sockets, threads and files around the core."""

@@ -1,0 +1,199 @@
+"""The daemon process: one loop that owns all state, woken by clients, movers, deaths, time and signals."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from kvstore.clock import Clock, MonotonicClock
+from kvstore.config import CAPACITY_NBYTES_MIN, Config
+from kvstore.core.leases import Session
+from kvstore.core.store import SESSIONS_MAX
+from kvstore.errors import ConfigInvalid
+from kvstore.media.folder import SlabFolder, default_folder, require_memory
+from kvstore.media.memory import Slab
+from kvstore.service.liveness import SessionsFile, Watched
+from kvstore.service.service import Service, geometry_for
+from transports.errors import AddressInUse, AddressInvalid, RemoteProtocolError
+from transports.messages import Reply, decode, encode
+from transports.network import Incoming, Listener
+from transports.zeromq import ZmqListener
+
+log = logging.getLogger("kvstore")
+SWEEP_MS = 1000.0
+CONFIRM_MS = 5000.0  # a new session must hold its byte by then
+MESSAGES_PER_TURN_MAX = 256  # then completions and deaths have their turn
+
+
+class Daemon:
+    """Everything a `kvstore serve` process holds. `close` gives it all back."""
+
+    def __init__(self, config: Config, clock: Clock | None = None) -> None:
+        """Changes state. ConfigInvalid or TierUnavailable, each with one line for the operator;
+
+        nothing is left behind then.
+        """
+        require_capacity(config)
+        self._clock = clock or MonotonicClock()
+        self._watched: dict[int, Watched] = {}
+        self._born_ms: dict[int, float] = {}
+        self._next_sweep_ms = self._clock.now_ms() + SWEEP_MS
+        with ExitStack() as held:  # closed in reverse order, here if anything below fails, else by close()
+            self._listener: Listener = _listen(config.address)
+            held.callback(self._listener.close)
+            self._open_slab(config, held)
+            self._stop_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            held.callback(os.close, self._stop_fd)
+            self._held = held.pop_all()
+        self._poll = select.poll()
+        for fd in (self._listener.fd, self.service.movers.fd, self._stop_fd):
+            self._poll.register(fd, select.POLLIN)
+
+    def _open_slab(self, config: Config, held: ExitStack) -> None:
+        memory = config.memory
+        folder = SlabFolder(Path(memory.path) if memory.path else default_folder(config.address))
+        held.callback(folder.remove)
+        folder.remove_old_slabs()
+        require_memory(memory.capacity, folder.path)
+        self._sessions_file = SessionsFile(folder.sessions_path, SESSIONS_MAX)
+        held.callback(self._sessions_file.close)
+        epoch = time.time_ns()
+        self.slab_path = folder.slab_path(epoch)
+        slab = Slab.create(folder.new_slab(epoch), geometry_for(memory.capacity), epoch)
+        self.service = Service(config, slab, epoch, self.slab_path, folder.sessions_path, self._clock, self._watch)
+        held.callback(self.service.close)
+
+    def run(self) -> None:
+        """Changes state. Serve until `stop`."""
+        while True:
+            ready = {fd for fd, _ in self._poll.poll(self._wait_ms())}
+            if self._stop_fd in ready:
+                return
+            self._serve_messages()
+            self.service.run_completions()
+            self._bury(ready)
+            now_ms = self._clock.now_ms()
+            self.service.store.on_time(now_ms)
+            if now_ms >= self._next_sweep_ms:
+                self._next_sweep_ms = now_ms + SWEEP_MS
+                self._sweep(now_ms)
+
+    def stop(self) -> None:
+        """Changes state. Safe in a signal handler and from other threads."""
+        os.eventfd_write(self._stop_fd, 1)
+
+    def close(self) -> None:
+        """Changes state. Clients see a daemon that is gone; the arrays they hold stay readable."""
+        for watched in self._watched.values():
+            watched.close()
+        self._held.close()
+
+    def _wait_ms(self) -> float:
+        due_ms = self._next_sweep_ms
+        deadline_ms = self.service.store.next_deadline_ms()
+        if deadline_ms is not None:
+            due_ms = min(due_ms, deadline_ms)
+        return max(0.0, due_ms - self._clock.now_ms())
+
+    def _serve_messages(self) -> None:
+        for _ in range(MESSAGES_PER_TURN_MAX):
+            incoming = self._listener.receive()
+            if incoming is None:
+                return
+            self._serve(incoming)
+        self._wake_again()
+
+    def _serve(self, incoming: Incoming) -> None:
+        try:
+            message = decode(incoming.frame)
+            if isinstance(message, Reply):
+                raise RemoteProtocolError(f"a client sent {type(message).__name__}")
+        except RemoteProtocolError as exc:
+            log.warning("dropped a message from pid=%s: %s", incoming.pid, exc)
+            return
+
+        def send(reply: Reply) -> None:
+            if not self._listener.send(incoming.peer, encode(reply)):
+                log.info("reply dropped: peer is gone or does not read pid=%s", incoming.pid)
+
+        self.service.dispatch(message, send, incoming.pid)
+
+    def _wake_again(self) -> None:
+        """The listener's descriptor is edge-triggered: what is still queued would not wake the next poll."""
+        os.eventfd_write(self.service.movers.fd, 1)
+
+    # Sessions and their processes
+
+    def _watch(self, session: Session, pid: int | None) -> None:
+        watched = Watched(pid)
+        self._watched[session.id] = watched
+        self._born_ms[session.id] = self._clock.now_ms()
+        if watched.pidfd is not None:
+            self._poll.register(watched.pidfd, select.POLLIN)
+        log.info("session opened id=%d pid=%s", session.id, pid)
+
+    def _bury(self, ready: set[int]) -> None:
+        """Sessions whose process has ended: the kernel says so, nothing of theirs can land any more."""
+        for session_id, watched in list(self._watched.items()):
+            if watched.pidfd in ready:
+                self._end(session_id, quarantine=False)
+
+    def _sweep(self, now_ms: float) -> None:
+        """Sessions that said goodbye, or whose lock is gone though we could not watch their process."""
+        open_sessions = {session.id: session for session in self.service.store.sessions}
+        for session_id in list(self._watched):
+            session = open_sessions.get(session_id)
+            if session is None:
+                self._forget(session_id)
+            elif now_ms - self._born_ms[session_id] > CONFIRM_MS and not self._sessions_file.is_held(session.number):
+                self._end(session_id, quarantine=True)
+
+    def _end(self, session_id: int, *, quarantine: bool) -> None:
+        """A session whose process is gone. One that had said goodbye is closed already: nothing happens to it."""
+        self.service.store.close_session(session_id, self._clock.now_ms(), died=True, quarantine=quarantine)
+        self._forget(session_id)
+        log.info("session ended id=%d quarantine=%s", session_id, quarantine)
+
+    def _forget(self, session_id: int) -> None:
+        watched = self._watched.pop(session_id)
+        del self._born_ms[session_id]
+        if watched.pidfd is not None:
+            self._poll.unregister(watched.pidfd)
+        watched.close()
+
+
+def require_capacity(config: Config) -> None:
+    """Query. ConfigInvalid when memory.capacity is missing or too small to be cut into extents."""
+    capacity = config.memory.capacity
+    if capacity < CAPACITY_NBYTES_MIN:
+        given = f"{capacity} bytes is below {CAPACITY_NBYTES_MIN >> 20}MiB" if capacity else "is not set"
+        raise ConfigInvalid(f"config: memory.capacity {given}: say how much host memory blocks may take, e.g. 8GiB")
+
+
+def _listen(address: str) -> Listener:
+    try:
+        return ZmqListener(address)
+    except (AddressInvalid, AddressInUse) as exc:
+        raise ConfigInvalid(str(exc)) from exc
+    except OSError as exc:
+        raise ConfigInvalid(f"address {address!r}: {exc.strerror or exc}") from exc
+
+
+def serve(config: Config, ready: Callable[[Daemon], None]) -> None:
+    """Changes state. Run a daemon in this process until SIGTERM or SIGINT; `ready` is told once clients can connect."""
+    sys.setswitchinterval(1e-4)
+    daemon = Daemon(config)
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: daemon.stop())
+        ready(daemon)
+        daemon.run()
+    finally:
+        daemon.close()

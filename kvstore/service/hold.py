@@ -1,0 +1,107 @@
+"""A lease or reservation as this process holds it, and the arrays it lends.
+
+It ends when its owner has let go **and** no array on its slots is alive: an array must never show another block's
+bytes. Each lent buffer is an object of its own under the array, because numpy collapses `.base`, so that a weak
+reference to an array or a slice dies while its views live on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from mmap import mmap
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.service.link import LEASE, RESERVATION, Link, Session
+
+log = logging.getLogger("kvstore")
+Buffer = ctypes.Array[ctypes.c_char]
+Array = npt.NDArray[np.generic]
+
+
+class Hold:
+    """One lease or reservation of a session."""
+
+    def __init__(self, link: Link, session: Session, number: int, *, reservation: bool) -> None:
+        """Changes state. From now on the session is in use."""
+        self.link = link
+        self.session = session
+        self.number = number
+        self._ends: tuple[str, ...] = (RESERVATION,) if reservation else (LEASE,)
+        self._buffers: dict[int, weakref.ref[Buffer]] = {}  # by id; a weak reference to a buffer has no hash
+        self._let_go = False
+        session.in_use.add(number)
+
+    @property
+    def is_over(self) -> bool:
+        """Query. Whether the owner has let go."""
+        return self._let_go
+
+    @property
+    def has_views(self) -> bool:
+        """Query. Whether an array lent under this hold is alive."""
+        return bool(self._buffers)
+
+    def becomes_lease(self, *, surely: bool) -> None:
+        """Changes state. A commit turned the reservation into a lease of the same number; if that is not sure, both are
+        ended in the end, since ending what does not exist is no error."""
+        self._ends = (LEASE,) if surely else (RESERVATION, LEASE)
+
+    def lend(self, offset: int, nbytes: int, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> Array:
+        """Changes state. An array on the payload of a slot; the hold lasts while it or any view of it lives.
+
+        ValueError after `let_go`: the slot may be another block's by then.
+        """
+        self.require_open()
+        buffer = self.session.slab.payload_buffer(offset, nbytes)
+        self._buffers[id(buffer)] = weakref.ref(buffer, self._returned(id(buffer)))
+        array: Array = np.frombuffer(cast("mmap", buffer), dtype).reshape(shape)
+        return array
+
+    def require_open(self) -> None:
+        """Query. ValueError after `let_go`."""
+        if self._let_go:
+            raise ValueError("the lease or reservation of this block has ended")
+
+    def let_go(self) -> None:
+        """Changes state. The owner is done. Idempotent."""
+        if self._let_go:
+            return
+        self._let_go = True
+        if self._buffers:
+            _say_once()
+        else:
+            self._end()
+            self.link.flush()
+
+    def forget(self) -> None:
+        """Changes state. The daemon has ended it already (a commit without living arrays)."""
+        self._let_go = True
+        self.session.in_use.discard(self.number)
+
+    def _returned(self, number: int) -> Callable[[weakref.ref[Buffer]], None]:
+        # The callback holds the Hold, so that it outlives a Hit that the caller has dropped.
+        def returned(_: weakref.ref[Buffer]) -> None:
+            self._buffers.pop(number, None)
+            if self._let_go and not self._buffers:
+                self._end()
+
+        return returned
+
+    def _end(self) -> None:
+        self.session.end(self.number, *self._ends)
+
+
+_said = threading.Event()
+
+
+def _say_once() -> None:
+    if not _said.is_set():
+        _said.set()
+        log.warning("arrays outlive their lease or reservation: their blocks stay in memory until the arrays are gone")

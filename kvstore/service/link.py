@@ -1,0 +1,373 @@
+"""A client's connection to its daemon: requests with deadlines, notices, the circuit breaker and the way back.
+
+    closed breaker: a caller's thread sends and waits for its own reply, at most until its deadline
+    open breaker:   every call is a miss at once; the keeper thread says hello until a daemon answers
+
+One lock guards the socket. A finaliser may run anywhere, also under that lock, so it only notes what has ended; the
+next call, or the keeper, says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from kvstore.clock import Clock
+from kvstore.errors import DaemonUnavailable, KVStoreError, from_code
+from kvstore.media.memory import Slab
+from kvstore.service.liveness import hold_session, let_session_go
+from kvstore.spec import KVSpec, encode_spec
+from transports import messages as wire
+from transports.errors import PeerLost, RemoteProtocolError
+from transports.network import Endpoint
+from transports.session import Breaker, Exchange
+
+log = logging.getLogger("kvstore")
+R = TypeVar("R", bound=wire.Reply)
+
+KEEPER_PAUSE_MS = 200.0
+HELLO_MS = 1000.0
+LEASES_PER_NOTICE = 1024
+LEASE, RESERVATION = "lease", "reservation"
+
+
+@dataclass(slots=True)
+class Session:
+    """What a hello gave us: our part in one life of a daemon. After a restart there is a new one of these."""
+
+    welcome: wire.Welcome
+    slab: Slab
+    attached: dict[bytes, wire.Attached] = field(default_factory=dict)  # by the spec's fingerprint
+    in_use: set[int] = field(default_factory=set)  # leases and reservations that have not ended
+    ended_leases: deque[int] = field(default_factory=deque)  # ended here, not yet said: bounded by in_use's history
+    ended_reservations: deque[int] = field(default_factory=deque)
+    populated: set[int] = field(default_factory=set)  # extents mapped into this process
+
+    @property
+    def id(self) -> int:
+        return self.welcome.session
+
+    def end(self, number: int, *kinds: str) -> None:
+        """Changes state. Note the end of a LEASE, a RESERVATION, or whichever it is. Safe in a finaliser."""
+        self.in_use.discard(number)
+        if RESERVATION in kinds:
+            self.ended_reservations.append(number)
+        if LEASE in kinds:
+            self.ended_leases.append(number)
+
+    def take_notices(self) -> list[wire.Message]:
+        """Changes state. What is to be said about ended leases and reservations."""
+        notices: list[wire.Message] = []
+        while self.ended_reservations:
+            notices.append(wire.Abort(self.id, self.ended_reservations.popleft()))
+        while self.ended_leases:
+            count = min(len(self.ended_leases), LEASES_PER_NOTICE)
+            notices.append(wire.Release(self.id, [self.ended_leases.popleft() for _ in range(count)]))
+        return notices
+
+    def populate(self) -> None:
+        """Changes state. Map extents that have come into use, so that copies need not fault them in page by page."""
+        for extent in self.slab.tables.extents.nonzero()[0].tolist():
+            if extent not in self.populated:
+                self.slab.populate_extent(extent)
+                self.populated.add(extent)
+
+
+class Pending(NamedTuple):
+    """A request that was sent without waiting. Settled by its reply, its deadline, or a lost connection."""
+
+    request_id: int
+    due_ms: float
+
+
+class Link:
+    """See the module. Thread safe. In a forked child every call is a miss: the session is the parent's."""
+
+    def __init__(self, endpoint: Endpoint, clock: Clock, deadline_ms: float) -> None:
+        """Changes state. Takes over `endpoint`. DaemonUnavailable when nobody answers within the deadline."""
+        self.deadline_ms = deadline_ms
+        self.num_deadlines_missed = 0
+        self.num_reconnects = 0
+        self._clock = clock
+        self._endpoint = endpoint
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._exchange = Exchange()
+        self._breaker = Breaker()
+        self._specs: dict[bytes, KVSpec] = {}
+        self._ids = itertools.count(1)
+        self._closed = False
+        self._gone = False
+        self._wake = threading.Event()
+        try:
+            self.session = self._hello(None, clock.now_ms() + max(deadline_ms, HELLO_MS))
+        except KVStoreError:
+            endpoint.close()
+            raise
+        threading.Thread(target=self._keep, name="kvstore-keeper", daemon=True).start()
+
+    # For callers
+
+    @property
+    def usable(self) -> bool:
+        """Query. Whether asking makes sense; costs next to nothing, so it comes before any hashing."""
+        return not self._breaker.is_open and not self._closed and os.getpid() == self._pid
+
+    def new_id(self) -> int:
+        """Changes state. An id for a lease or reservation, unique in this process."""
+        return next(self._ids)
+
+    def ask(self, kind: type[R], make: Callable[[int], wire.Request], deadline_ms: float | None = None) -> R | None:
+        """Changes state. Send a request and wait for its reply;
+
+        None for everything else, at the deadline at the latest.
+        """
+        due_ms = self._due_ms(deadline_ms)
+        if not self.usable or not self._lock_until(due_ms):
+            return None
+        try:
+            reply = self._request(make, due_ms)
+            if reply is None:
+                self._trip("no answer within the deadline")
+            return self._expected(kind, reply)
+        finally:
+            self._lock.release()
+
+    def ask_later(self, make: Callable[[int], wire.Request], deadline_ms: float | None = None) -> Pending | None:
+        """Changes state. Send a request without waiting; None when it cannot be sent."""
+        due_ms = self._due_ms(deadline_ms)
+        if not self.usable or not self._lock_until(due_ms):
+            return None
+        try:
+            request_id = self._send_request(make)
+        finally:
+            self._lock.release()
+        return None if request_id is None else Pending(request_id, due_ms)
+
+    def poll(self, kind: type[R], pending: Pending, wait_ms: float = 0.0) -> tuple[bool, R | None]:
+        """Changes state. (settled, reply) of a pending request, after at most `wait_ms`."""
+        until_ms = min(self._clock.now_ms() + wait_ms, pending.due_ms)
+        if os.getpid() != self._pid:
+            return True, None
+        if not self._lock_until(until_ms):
+            return self._clock.now_ms() >= pending.due_ms, None
+        try:
+            if not self._exchange.waits_for(pending.request_id):
+                return True, None
+            reply = self._receive_until(pending.request_id, until_ms)
+            if reply is None and self._clock.now_ms() < pending.due_ms:
+                return False, None
+            if reply is None:
+                self._exchange.forget(pending.request_id)
+                self._trip("no answer within the deadline")
+            return True, self._expected(kind, reply)
+        finally:
+            self._lock.release()
+
+    def notify(self, message: wire.Message) -> None:
+        """Changes state. Send a notice if somebody is connected; else it is lost, which a notice must bear."""
+        if self.usable and self._lock_until(self._due_ms(None)):
+            try:
+                self._send(message)
+            finally:
+                self._lock.release()
+
+    def flush(self) -> None:
+        """Changes state. Say what has ended, unless another thread is talking: then it or the keeper will."""
+        if self.usable and self._lock.acquire(blocking=False):
+            try:
+                self._flush()
+            finally:
+                self._lock.release()
+
+    def attach(self, spec: KVSpec) -> None:
+        """Changes state. Serve this spec, now and after every reconnect. SpecMismatch or DaemonUnavailable."""
+        if not self.usable:
+            raise DaemonUnavailable("the daemon does not answer, or this process was forked from the client's")
+        with self._lock:
+            self._attach(self.session, spec, self._clock.now_ms() + max(self.deadline_ms, HELLO_MS))
+            self._specs[spec.fingerprint] = spec
+
+    def close(self) -> None:
+        """Changes state. End the session as soon as nothing of it is in use any more."""
+        self._closed = True
+        if os.getpid() == self._pid:
+            with self._lock:
+                self._part()
+            self._wake.set()
+
+    # Everything below runs under the lock
+
+    def _due_ms(self, deadline_ms: float | None) -> float:
+        return self._clock.now_ms() + (self.deadline_ms if deadline_ms is None else deadline_ms)
+
+    def _lock_until(self, due_ms: float) -> bool:
+        return self._lock.acquire(timeout=max(0.0, due_ms - self._clock.now_ms()) / 1000)
+
+    def _send(self, message: wire.Message) -> bool:
+        try:
+            self._endpoint.send(wire.encode(message))
+        except PeerLost:
+            self._trip("nobody is connected")
+            return False
+        return True
+
+    def _flush(self) -> None:
+        for notice in self.session.take_notices():
+            self._send(notice)
+
+    def _send_request(self, make: Callable[[int], wire.Request]) -> int | None:
+        if self._breaker.is_open:  # it opened while we waited for the lock
+            return None
+        self._flush()
+        request_id = self._exchange.begin()
+        return request_id if self._send(make(request_id)) else None
+
+    def _request(self, make: Callable[[int], wire.Request], due_ms: float) -> wire.Reply | None:
+        request_id = self._send_request(make)
+        if request_id is None:
+            return None
+        reply = self._receive_until(request_id, due_ms)
+        if reply is None:
+            self._exchange.forget(request_id)
+            self.num_deadlines_missed += 1
+        return reply
+
+    def _receive_until(self, request_id: int, until_ms: float) -> wire.Reply | None:
+        """The reply, or None when the time is over; what else arrives is kept for whoever waits for it."""
+        while True:
+            reply = self._exchange.take(request_id)
+            if reply is not None:
+                return reply
+            left_ms = until_ms - self._clock.now_ms()
+            frame = self._endpoint.receive(max(0.0, left_ms))
+            if frame is not None:
+                self._deliver(frame)
+            elif left_ms <= 0:
+                return None
+
+    def _deliver(self, frame: bytes) -> None:
+        try:
+            message = wire.decode(frame)
+        except RemoteProtocolError as exc:
+            self._trip(str(exc))
+            return
+        if isinstance(message, wire.Reply):
+            self._exchange.deliver(message)
+
+    def _expected(self, kind: type[R], reply: wire.Reply | None) -> R | None:
+        if reply is None or isinstance(reply, kind):
+            return reply
+        what = f"{reply.code}: {reply.text}" if isinstance(reply, wire.Failed) else type(reply).__name__
+        self._trip(f"the daemon answered {what}")
+        return None
+
+    def _trip(self, reason: str) -> None:
+        if not self._breaker.is_open:
+            log.warning("daemon unavailable, going on without cache: %s", reason)
+        self._breaker.trip(self._clock.now_ms())
+        self._wake.set()
+
+    def _hello(self, known: Session | None, due_ms: float) -> Session:
+        """A session: `known` where the daemon says that it goes on, else a new one. KVStoreError when there is none."""
+        request_id = self._exchange.begin()
+        session_id, epoch = (known.id, known.welcome.epoch) if known else (0, 0)
+        hello = wire.Hello(request_id, wire.VERSION_MIN, wire.VERSION_MAX, session_id, epoch)
+        self._send_hello(hello, due_ms)
+        reply = self._receive_until(request_id, due_ms)
+        if isinstance(reply, wire.Failed):
+            raise from_code(reply.code, reply.text)
+        if not isinstance(reply, wire.Welcome):
+            self._exchange.forget(request_id)
+            raise DaemonUnavailable("the daemon does not answer")
+        if known and (reply.session, reply.epoch) == (session_id, epoch):
+            return known
+        return self._new_session(reply, due_ms)
+
+    def _send_hello(self, hello: wire.Hello, due_ms: float) -> None:
+        while True:
+            try:
+                return self._endpoint.send(wire.encode(hello))
+            except PeerLost as exc:
+                if self._clock.now_ms() >= due_ms:
+                    raise DaemonUnavailable("nobody answers there: is `kvstore serve` running?") from exc
+            time.sleep(0.005)
+
+    def _new_session(self, welcome: wire.Welcome, due_ms: float) -> Session:
+        sessions_path = Path(welcome.sessions_path)
+        slab = Slab.open(Path(welcome.slab_path), welcome.epoch)
+        if welcome.sessions_path and not hold_session(sessions_path, welcome.session & 0xFFFF):
+            raise DaemonUnavailable(f"another process holds session {welcome.session}")
+        session = Session(welcome, slab)
+        for spec in self._specs.values():
+            self._attach(session, spec, due_ms)
+        return session
+
+    def _attach(self, session: Session, spec: KVSpec, due_ms: float) -> None:
+        request_id = self._exchange.begin()
+        if not self._send(wire.Attach(request_id, session.id, encode_spec(spec))):
+            raise DaemonUnavailable("the daemon is gone")
+        reply = self._receive_until(request_id, due_ms)
+        if isinstance(reply, wire.Failed):
+            raise from_code(reply.code, reply.text)
+        if not isinstance(reply, wire.Attached):
+            self._exchange.forget(request_id)
+            raise DaemonUnavailable("the daemon does not answer")
+        session.attached[spec.fingerprint] = reply
+
+    def _part(self) -> None:
+        """Close for good, unless arrays of ours are still in use: the session must outlive them."""
+        session = self.session
+        if self._gone or session.in_use:
+            return
+        if not self._breaker.is_open:
+            self._flush()
+            self._send(wire.Goodbye(session.id))
+            self._endpoint.receive(1.0)  # libzmq hands frames over in the background: do not overtake them
+        if session.welcome.sessions_path:
+            let_session_go(Path(session.welcome.sessions_path), session.id & 0xFFFF)
+        self._endpoint.close()
+        self._gone = True
+
+    # The keeper's thread
+
+    def _keep(self) -> None:
+        while not self._gone:
+            self._wake.wait(self._pause_ms() / 1000)
+            self._wake.clear()
+            if not self._breaker.is_open and not self._closed:
+                self.session.populate()
+            with self._lock:
+                self._tend()
+
+    def _pause_ms(self) -> float:
+        probe_ms = self._breaker.probe_due_ms()
+        return KEEPER_PAUSE_MS if probe_ms is None else max(1.0, probe_ms - self._clock.now_ms())
+
+    def _tend(self) -> None:
+        if self._closed:
+            self._part()
+        elif not self._breaker.is_open:
+            self._flush()
+        elif self._clock.now_ms() >= (self._breaker.probe_due_ms() or 0.0):
+            self._probe()
+
+    def _probe(self) -> None:
+        try:
+            session = self._hello(self.session, self._clock.now_ms() + self.deadline_ms)
+        except KVStoreError as exc:
+            log.debug("probe failed: %s", exc)
+            self._breaker.probe_failed(self._clock.now_ms())
+            return
+        self.num_reconnects += session is not self.session
+        log.info("daemon answers again epoch=%d session=%d", session.welcome.epoch, session.id)
+        self.session = session
+        self._breaker.heal()

@@ -1,0 +1,273 @@
+"""What a daemon and an embedded store have in common: messages in, one reply each, and the machine behind the core."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from kvstore.clock import Clock
+from kvstore.config import Config
+from kvstore.core.layout import RECT_COUNT_OFFSET, Rect, header_rects
+from kvstore.core.leases import Session
+from kvstore.core.slots import extent_nbytes_for
+from kvstore.core.store import Query, Store, SumBlocks
+from kvstore.errors import DaemonUnavailable, KVStoreError, SessionLost, TierUnavailable
+from kvstore.media.memory import Geometry, Slab
+from kvstore.service.movers import Movers
+from kvstore.spec import decode_spec
+from radix import block_symbols_of
+from transports import messages as wire
+
+log = logging.getLogger("kvstore")
+NUM_MOVERS = 2
+
+
+def geometry_for(capacity_nbytes: int) -> Geometry:
+    """Query. How a slab of this capacity is cut; the capacity is rounded down to whole extents."""
+    extent_nbytes = extent_nbytes_for(capacity_nbytes)
+    return Geometry(capacity_nbytes // extent_nbytes, extent_nbytes)
+
+
+class Service:
+    """A store on a real slab. Single-threaded: whoever owns it calls `handle`, `run_completions` and `on_time`."""
+
+    def __init__(
+        self,
+        config: Config,
+        slab: Slab,
+        epoch: int,
+        slab_path: Path,
+        sessions_path: Path | None,
+        clock: Clock,
+        on_open: Callable[[Session, int | None], None] | None = None,
+    ) -> None:
+        """Changes state. Takes over `slab`. Usable at once with the first extent; the others follow in the background.
+
+        `on_open` is told each new session and its pid, for whoever watches processes.
+        """
+        self.slab = slab
+        self.epoch = epoch
+        self._config = config
+        self._clock = clock
+        self._on_open = on_open
+        self._paths = str(slab_path), str(sessions_path or "")
+        self._started_ms = clock.now_ms()
+        self.store = Store(
+            extent_nbytes=slab.geometry.extent_nbytes,
+            tables=slab.tables,
+            symbols_of=self._symbols_of,
+            generation=epoch,
+            session_share=config.memory.session_share,
+            checksums=config.memory.checksums,
+        )
+        self.movers = Movers(NUM_MOVERS)
+        self._extents_ready = 0
+        slab.allocate_extent(0)
+        self._extent_is_ready(None)
+
+    # Messages
+
+    def dispatch(self, message: wire.Message, send: Callable[[wire.Reply], None], peer_pid: int | None = None) -> None:
+        """Changes state. A request gets exactly one reply, also when its handler raises; a notice gets none."""
+        if not isinstance(message, wire.Request):
+            self._notice(message)
+            return
+        reply: wire.Reply = wire.Failed(message.request_id, KVStoreError.code, "the daemon failed while answering")
+        try:
+            reply = self._answer(message, peer_pid)
+        except KVStoreError as exc:
+            reply = wire.Failed(message.request_id, exc.code, str(exc)[:4096])
+        finally:  # an error that is not ours stops the daemon, but not before the client has its answer
+            send(reply)
+        self._start_transfers()
+
+    def _answer(self, message: wire.Request, peer_pid: int | None) -> wire.Reply:
+        request_id, store = message.request_id, self.store
+        match message:
+            case wire.Hello():
+                return self._hello(message, peer_pid)
+            case wire.Attach():
+                store.session(message.session)
+                entry = store.attach(decode_spec(message.spec))
+                return wire.Attached(request_id, entry.spec_id, entry.hash_kind)
+            case wire.Find():
+                store.session(message.session)
+                query = Query(message.hashes, message.tokens, message.keys)
+                return wire.Found(request_id, store.find(message.spec_id, query))
+            case wire.Acquire():
+                query = Query(message.hashes, message.tokens, message.keys)
+                got = store.acquire(message.session, message.spec_id, message.lease, query)
+                return wire.Acquired(request_id, got.num_tokens, got.slots)
+            case wire.Reserve():
+                grant = store.reserve(
+                    message.session, message.spec_id, message.reservation, message.hashes, message.start, message.tail
+                )
+                return wire.Reserved(request_id, *grant)
+            case wire.Commit():
+                sealed = store.commit(message.session, message.reservation, message.summed, keep=message.keep)
+                return wire.Committed(request_id, sealed)
+            case wire.Clear():
+                store.session(message.session)
+                store.clear(message.spec_id)
+                return wire.Done(request_id)
+            case wire.GetStatus():
+                return wire.State(request_id, json.dumps(self.status()).encode())
+        raise AssertionError(f"{type(message).__name__} is a request without a handler")
+
+    def _notice(self, message: wire.Message) -> None:
+        try:
+            match message:
+                case wire.Release():
+                    self.store.release(message.session, message.leases)
+                case wire.Abort():
+                    self.store.abort(message.session, message.reservation)
+                case wire.Discard():
+                    self.store.discard(message.session, message.lease, message.block, message.reason)
+                case wire.Report():
+                    self.store.report(message.prefill_tokens, message.prefill_ms, message.ttft_ms)
+                case wire.Goodbye():
+                    self.store.close_session(message.session, self._clock.now_ms())
+        except SessionLost:
+            return  # of a session that has ended: what it held is free already
+
+    def _hello(self, message: wire.Hello, peer_pid: int | None) -> wire.Reply:
+        if not message.version_min <= wire.VERSION_MAX or not message.version_max >= wire.VERSION_MIN:
+            raise DaemonUnavailable(
+                f"the client speaks protocol {message.version_min}-{message.version_max}, "
+                f"the daemon {wire.VERSION_MIN}-{wire.VERSION_MAX}: upgrade the older one"
+            )
+        session = self._known_session(message)
+        if session is None:
+            session = self.store.open_session()
+            if session is None:
+                raise DaemonUnavailable("the daemon has as many sessions as it can: close some clients")
+            if self._on_open is not None:
+                self._on_open(session, peer_pid)
+        return wire.Welcome(
+            message.request_id,
+            min(wire.VERSION_MAX, message.version_max),
+            self.epoch,
+            session.id,
+            *self._paths,
+            self.slab.geometry.capacity_nbytes,
+            self.slab.geometry.extent_nbytes,
+            self._config.memory.checksums,
+        )
+
+    def _known_session(self, message: wire.Hello) -> Session | None:
+        if message.epoch != self.epoch:
+            return None
+        try:
+            return self.store.session(message.session)
+        except SessionLost:
+            return None
+
+    # Machine
+
+    def run_completions(self) -> None:
+        """Changes state. What the movers have finished."""
+        self.movers.run_completions()
+        self._start_transfers()
+
+    def close(self) -> None:
+        """Changes state."""
+        self.movers.close()
+        self.slab.close()
+
+    def status(self) -> dict[str, Any]:
+        """Query. JSON-serialisable facts for operators."""
+        memory, stats = self.store.memory, self.store.stats
+        classes = {}
+        for slot_nbytes in memory.pool.classes:
+            free, cached, reserved = memory.counts(slot_nbytes)
+            classes[str(slot_nbytes)] = {"free": free, "cached": cached, "reserved": reserved}
+        return {
+            "epoch": self.epoch,
+            "pid": os.getpid(),
+            "address": self._config.address,
+            "uptime_s": round((self._clock.now_ms() - self._started_ms) / 1000, 1),
+            "memory": {
+                "capacity_nbytes": self.store.capacity_nbytes,
+                "extent_nbytes": self.slab.geometry.extent_nbytes,
+                "extents": self.slab.geometry.num_extents,
+                "extents_ready": self._extents_ready,
+                "extents_unassigned": memory.pool.num_unassigned,
+                "cached_nbytes": sum(int(size) * counts["cached"] for size, counts in classes.items()),
+                "reserved_nbytes": sum(int(size) * counts["reserved"] for size, counts in classes.items()),
+                "blocks_evicted": memory.num_evicted,
+                "slots": classes,
+            },
+            "sessions": [self._session_status(session) for session in self.store.sessions],
+            "specs": [
+                {"model": entry.spec.model, "fingerprint": entry.spec.fingerprint.hex()[:16], "hash": entry.hash_kind}
+                for entry in self.store.specs
+            ],
+            "stats": msgspec.to_builtins(stats),
+        }
+
+    @staticmethod
+    def _session_status(session: Session) -> dict[str, Any]:
+        return {
+            "id": session.id,
+            "leases": len(session.leases),
+            "reservations": len(session.reservations),
+            "held_nbytes": session.held_nbytes,
+        }
+
+    def _symbols_of(self, slot: int) -> bytes:
+        header = self.slab.header(slot)
+        if header is None:
+            return b""  # damaged: shares no token with anything
+        identity = header.identity
+        return block_symbols_of(identity.tokens, identity.keys_start, identity.keys_digest)
+
+    def _extent_is_ready(self, failure: TierUnavailable | None) -> None:
+        """The next extent may be used; ask for the one after it, so that one is on its way at any time."""
+        if failure is not None:
+            log.error(
+                "%s; going on with %d of %d extents", failure, self._extents_ready, self.slab.geometry.num_extents
+            )
+            return
+        self.store.add_extent(self._extents_ready)
+        self._extents_ready += 1
+        if self._extents_ready < self.slab.geometry.num_extents:
+            self.movers.submit(partial(self._allocate, self._extents_ready), self._extent_is_ready)
+
+    def _allocate(self, extent: int) -> TierUnavailable | None:
+        try:
+            self.slab.allocate_extent(extent)
+        except TierUnavailable as exc:
+            return exc
+        return None
+
+    def _start_transfers(self) -> None:
+        for transfer in self.store.take_transfers():
+            self.movers.submit(partial(self._sum, transfer), partial(self._summed, transfer))
+
+    def _sum(self, transfer: SumBlocks) -> list[int | None]:
+        """On a mover. The sum of each slot's payload; None where the header does not say what was written."""
+        return [self._payload_sum(slot, transfer.entry.spec.slot_nbytes) for slot in transfer.slots]
+
+    def _payload_sum(self, slot: int, slot_nbytes: int) -> int | None:
+        header = self.slab.header(slot)
+        if header is None:
+            return None
+        payload = self.slab.payload(self.slab.offset(slot, slot_nbytes), header.payload_nbytes)
+        return xxhash.xxh3_64_intdigest(payload.data)
+
+    def _summed(self, transfer: SumBlocks, sums: list[int | None]) -> None:
+        spec = transfer.entry.spec
+        whole = (0, spec.num_layers), (0, spec.num_kv_heads)
+        for slot, value in zip(transfer.slots, sums, strict=True):
+            if value is not None:
+                at = self.slab.offset(slot, spec.slot_nbytes) + RECT_COUNT_OFFSET
+                self.slab.write(at, header_rects((Rect(*whole, value),)))
+        self.store.complete(transfer)

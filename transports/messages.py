@@ -1,0 +1,262 @@
+"""The control protocol between a client and the daemon of its node, version 1.
+
+Grammar (one ZeroMQ message each way; the body is one MessagePack array, its first element the tag):
+
+    session   = hello welcome *exchange [goodbye]
+    exchange  = request reply            ; exactly one terminal reply per request, from the dispatcher
+              / notice                   ; one-way, never answered
+    request   = hello / attach / find / acquire / reserve / commit / clear / status
+    reply     = welcome / attached / found / acquired / reserved / committed / done / state / failed
+    notice    = release / abort / discard / prefetch / report / goodbye
+
+- Order: messages of one connection are handled in the order sent. A client that stopped waiting for `acquired`
+  therefore sends `release` with the same lease id and leaves nothing behind.
+- Ids: `request_id`, `lease` and `reservation` are chosen by the client, unique within its session; a repeated
+  `acquire` or `reserve` with a living id is answered from that lease or reservation, not done twice.
+- Liveness: a session lives as long as its process holds a POSIX record lock on byte `session & 0xffff` of the
+  sessions file; the daemon needs no heartbeat. "Reliable" covers a killed or stopped process on either side,
+  and a lost connection; it does not cover a machine that lies about locks.
+- Data never travels here: hashes, slots and leases do; bytes lie in the slab that both sides map.
+
+Packed fields: `hashes` 16 bytes each; `tokens` and `slots` u32 little-endian; flags one byte per block.
+"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from transports.errors import LocalProtocolError, RemoteProtocolError
+
+VERSION_MIN = 1
+VERSION_MAX = 1
+
+BLOCKS_MAX = 65536
+TOKENS_MAX = 1 << 20
+KEYS_MAX = 1024
+LEASES_PER_NOTICE_MAX = 4096
+MESSAGE_NBYTES_MAX = 8 << 20
+
+Id = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+SpecId = Annotated[int, Meta(ge=0, le=65535)]
+Count = Annotated[int, Meta(ge=0, le=(1 << 48))]
+Hashes = Annotated[bytes, Meta(max_length=16 * BLOCKS_MAX)]
+Tokens = Annotated[bytes, Meta(max_length=4 * TOKENS_MAX)]
+Slots = Annotated[bytes, Meta(max_length=4 * BLOCKS_MAX)]
+Flags = Annotated[bytes, Meta(max_length=BLOCKS_MAX)]
+Text = Annotated[str, Meta(max_length=4096)]
+KeyList = Annotated[
+    list[tuple[Annotated[int, Meta(ge=0, le=TOKENS_MAX)], Annotated[bytes, Meta(max_length=16)]]],
+    Meta(max_length=KEYS_MAX),
+]
+
+
+class Message(Struct, frozen=True, array_like=True):
+    """Later fields go last and have defaults, so that an older reader ignores and an older writer omits them."""
+
+
+class Request(Message, frozen=True):
+    request_id: Id
+
+
+class Reply(Message, frozen=True):
+    request_id: Id
+
+
+# Requests
+
+
+class Hello(Request, frozen=True, tag=1):
+    """Open a session, or say that an old one (`session` != 0, of `epoch`) goes on."""
+
+    version_min: Count
+    version_max: Count
+    session: Id = 0
+    epoch: Id = 0
+
+
+class Attach(Request, frozen=True, tag=2):
+    session: Id
+    spec: Annotated[bytes, Meta(max_length=8192)]
+
+
+class Find(Request, frozen=True, tag=3):
+    """Query: how many leading tokens are cached. `keys`: (start token, 16-byte digest of the block's keys)."""
+
+    session: Id
+    spec_id: SpecId
+    hashes: Hashes
+    tokens: Tokens
+    keys: KeyList = []
+
+
+class Acquire(Request, frozen=True, tag=4):
+    session: Id
+    spec_id: SpecId
+    lease: Id
+    hashes: Hashes
+    tokens: Tokens
+    keys: KeyList = []
+
+
+class Reserve(Request, frozen=True, tag=5):
+    """Room for the blocks of `hashes` that are not there yet, from token `start` on.
+
+    `tail`: symbols of a short last block.
+    """
+
+    session: Id
+    spec_id: SpecId
+    reservation: Id
+    hashes: Hashes
+    start: Count
+    tail: Annotated[bytes, Meta(max_length=4096)] = b""
+
+
+class Commit(Request, frozen=True, tag=6):
+    """Seal a reservation. `summed`: one byte per block, 1 where the writer left a checksum in the header.
+    `keep`: the writer still has views of the slots, so the reservation becomes a lease of the same id."""
+
+    session: Id
+    reservation: Id
+    summed: Flags
+    keep: bool = False
+    priority: Annotated[int, Meta(ge=-1, le=1)] = 0
+    keep_for_s: Annotated[float, Meta(ge=0, le=1e9)] | None = None
+    output_tokens: Count | None = None
+
+
+class Clear(Request, frozen=True, tag=7):
+    session: Id
+    spec_id: SpecId
+
+
+class GetStatus(Request, frozen=True, tag=8):
+    pass
+
+
+# Notices
+
+
+class Release(Message, frozen=True, tag=20):
+    session: Id
+    leases: Annotated[list[Id], Meta(max_length=LEASES_PER_NOTICE_MAX)]
+
+
+class Abort(Message, frozen=True, tag=21):
+    session: Id
+    reservation: Id
+
+
+class Discard(Message, frozen=True, tag=22):
+    """A reader found that block number `block` under its lease is not what its name says."""
+
+    session: Id
+    lease: Id
+    block: Count
+    reason: Text
+
+
+class Prefetch(Message, frozen=True, tag=23):
+    session: Id
+    spec_id: SpecId
+    hashes: Hashes
+
+
+class Report(Message, frozen=True, tag=24):
+    """What the engine measured: feeds load-or-recompute and metrics."""
+
+    session: Id
+    spec_id: SpecId
+    prefill_tokens: Count | None = None
+    prefill_ms: Annotated[float, Meta(ge=0, le=1e12)] | None = None
+    ttft_ms: Annotated[float, Meta(ge=0, le=1e12)] | None = None
+
+
+class Goodbye(Message, frozen=True, tag=25):
+    session: Id
+
+
+# Replies
+
+
+class Welcome(Reply, frozen=True, tag=40):
+    version: Count
+    epoch: Id
+    session: Id
+    slab_path: Text
+    sessions_path: Text
+    capacity_nbytes: Count
+    extent_nbytes: Count
+    checksums: bool
+
+
+class Attached(Reply, frozen=True, tag=41):
+    spec_id: SpecId
+    hash_kind: Text
+
+
+class Found(Reply, frozen=True, tag=42):
+    num_tokens: Count
+
+
+class Acquired(Reply, frozen=True, tag=43):
+    """`slots`: one per block, the last one shared in part where num_tokens says so."""
+
+    num_tokens: Count
+    slots: Slots
+
+
+class Reserved(Reply, frozen=True, tag=44):
+    """`start`: first token to store. No slots and available < wanted: ask again for `available` blocks."""
+
+    start: Count
+    slots: Slots
+    generation: Id
+    available: Count
+
+
+class Committed(Reply, frozen=True, tag=45):
+    num_blocks: Count
+
+
+class Done(Reply, frozen=True, tag=46):
+    pass
+
+
+class State(Reply, frozen=True, tag=47):
+    """`json`: the daemon's status as a JSON object."""
+
+    json: Annotated[bytes, Meta(max_length=MESSAGE_NBYTES_MAX)]
+
+
+class Failed(Reply, frozen=True, tag=48):
+    """`code` is from a closed set: see kvstore.errors."""
+
+    code: Text
+    text: Text
+
+
+AnyRequest = Hello | Attach | Find | Acquire | Reserve | Commit | Clear | GetStatus
+AnyNotice = Release | Abort | Discard | Prefetch | Report | Goodbye
+AnyReply = Welcome | Attached | Found | Acquired | Reserved | Committed | Done | State | Failed
+AnyMessage = AnyRequest | AnyNotice | AnyReply
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    """One frame. LocalProtocolError when it would exceed MESSAGE_NBYTES_MAX."""
+    frame = _encoder.encode(message)
+    if len(frame) > MESSAGE_NBYTES_MAX:
+        raise LocalProtocolError(f"{type(message).__name__} of {len(frame)} bytes is above {MESSAGE_NBYTES_MAX}")
+    return frame
+
+
+def decode(frame: bytes | memoryview) -> AnyMessage:
+    """Any bytes at all become a message or RemoteProtocolError."""
+    try:
+        return _decoder.decode(frame)
+    except (msgspec.MsgspecError, RecursionError) as exc:  # msgspec recurses on nesting in unknown fields
+        raise RemoteProtocolError(f"bad {len(frame)}-byte frame: {exc}") from exc
