@@ -5,6 +5,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,7 +48,7 @@ def parse_nbytes(text: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if not found or found[2].upper() not in _UNITS:
         raise ValueError(f'{text!r} is not a size such as "64GiB" or "512MiB"')
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    return int(Fraction(found[1]) * _UNITS[found[2].upper()])
 
 
 def config_from(values: Mapping[str, Any]) -> Config:
@@ -57,7 +58,8 @@ def config_from(values: Mapping[str, Any]) -> Config:
         return msgspec.convert(prepared, Config)
     except msgspec.ValidationError as exc:
         reason, _, path = str(exc).partition(" - at ")
-        raise ConfigInvalid(f"config: {path.strip('`$.') or 'value'}: {reason}") from exc
+        name = path.strip("`$.")
+        raise ConfigInvalid(f"config: {name}={_value_at(prepared, name)!r}: {reason}") from exc
 
 
 def load_config(path: str | os.PathLike[str] | None, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -73,6 +75,8 @@ def load_config(path: str | os.PathLike[str] | None, overrides: Mapping[str, Any
         *outer, last = name.split(".")
         for part in outer:
             section = section.setdefault(part, {})
+            if not isinstance(section, dict):
+                raise ConfigInvalid(f"config: {part} is a section, not the value {section!r}")
         section[last] = value
     return config_from(values)
 
@@ -102,6 +106,13 @@ def _known(values: Mapping[str, Any], kind: type[Struct], prefix: str) -> dict[s
             value = _known(value, inner, f"{prefix}{key}.")
         known[key] = value
     return known
+
+
+def _value_at(values: Mapping[str, Any], name: str) -> object:
+    value: Any = values
+    for part in name.split("."):
+        value = value[part]
+    return value
 
 
 def _sized(values: dict[str, Any]) -> dict[str, Any]:

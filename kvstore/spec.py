@@ -95,7 +95,7 @@ class KVSpec(Struct, frozen=True, kw_only=True, dict=True):
     def is_opaque(self) -> bool:
         return self.layout != CANONICAL
 
-    @property
+    @cached_property
     def numpy_dtype(self) -> np.dtype[np.generic]:
         """The dtype of block arrays; uint8 for opaque layouts."""
         return np.dtype(np.uint8 if self.is_opaque else NUMPY_DTYPES[self.dtype])
@@ -148,7 +148,7 @@ def decode_spec(data: bytes) -> KVSpec:
     """Query. SpecMismatch on anything that is not a valid spec."""
     try:
         spec = msgspec.msgpack.decode(data, type=KVSpec)
-    except msgspec.MsgspecError as exc:
+    except (msgspec.MsgspecError, RecursionError) as exc:  # msgspec recurses on nesting in unknown fields
         raise SpecMismatch(f"invalid KVSpec: {exc}") from exc
     spec.validate()
     return spec

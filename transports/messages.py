@@ -36,6 +36,8 @@ TOKENS_MAX = 1 << 20
 KEYS_MAX = 1024
 LEASES_PER_NOTICE_MAX = 4096
 MESSAGE_NBYTES_MAX = 8 << 20
+SECONDS_MAX = 1e9
+MS_MAX = 1e12
 
 Id = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 SpecId = Annotated[int, Meta(ge=0, le=65535)]
@@ -46,9 +48,15 @@ Slots = Annotated[bytes, Meta(max_length=4 * BLOCKS_MAX)]
 Flags = Annotated[bytes, Meta(max_length=BLOCKS_MAX)]
 Text = Annotated[str, Meta(max_length=4096)]
 KeyList = Annotated[
-    list[tuple[Annotated[int, Meta(ge=0, le=TOKENS_MAX)], Annotated[bytes, Meta(max_length=16)]]],
+    list[tuple[Annotated[int, Meta(ge=0, le=TOKENS_MAX)], Annotated[bytes, Meta(min_length=16, max_length=16)]]],
     Meta(max_length=KEYS_MAX),
 ]
+
+
+def _require_whole(**packed: tuple[bytes, int]) -> None:
+    for name, (data, width) in packed.items():
+        if len(data) % width:
+            raise ValueError(f"{name}: {len(data)} bytes are no multiple of {width}")
 
 
 class Message(Struct, frozen=True, array_like=True):
@@ -89,6 +97,9 @@ class Find(Request, frozen=True, tag=3):
     tokens: Tokens
     keys: KeyList = []
 
+    def __post_init__(self) -> None:
+        _require_whole(hashes=(self.hashes, 16), tokens=(self.tokens, 4))
+
 
 class Acquire(Request, frozen=True, tag=4):
     session: Id
@@ -97,6 +108,9 @@ class Acquire(Request, frozen=True, tag=4):
     hashes: Hashes
     tokens: Tokens
     keys: KeyList = []
+
+    def __post_init__(self) -> None:
+        _require_whole(hashes=(self.hashes, 16), tokens=(self.tokens, 4))
 
 
 class Reserve(Request, frozen=True, tag=5):
@@ -112,6 +126,9 @@ class Reserve(Request, frozen=True, tag=5):
     start: Count
     tail: Annotated[bytes, Meta(max_length=4096)] = b""
 
+    def __post_init__(self) -> None:
+        _require_whole(hashes=(self.hashes, 16))
+
 
 class Commit(Request, frozen=True, tag=6):
     """Seal a reservation. `summed`: one byte per block, 1 where the writer left a checksum in the header.
@@ -122,7 +139,7 @@ class Commit(Request, frozen=True, tag=6):
     summed: Flags
     keep: bool = False
     priority: Annotated[int, Meta(ge=-1, le=1)] = 0
-    keep_for_s: Annotated[float, Meta(ge=0, le=1e9)] | None = None
+    keep_for_s: Annotated[float, Meta(ge=0, le=SECONDS_MAX)] | None = None
     output_tokens: Count | None = None
 
 
@@ -162,6 +179,9 @@ class Prefetch(Message, frozen=True, tag=23):
     spec_id: SpecId
     hashes: Hashes
 
+    def __post_init__(self) -> None:
+        _require_whole(hashes=(self.hashes, 16))
+
 
 class Report(Message, frozen=True, tag=24):
     """What the engine measured: feeds load-or-recompute and metrics."""
@@ -169,8 +189,8 @@ class Report(Message, frozen=True, tag=24):
     session: Id
     spec_id: SpecId
     prefill_tokens: Count | None = None
-    prefill_ms: Annotated[float, Meta(ge=0, le=1e12)] | None = None
-    ttft_ms: Annotated[float, Meta(ge=0, le=1e12)] | None = None
+    prefill_ms: Annotated[float, Meta(ge=0, le=MS_MAX)] | None = None
+    ttft_ms: Annotated[float, Meta(ge=0, le=MS_MAX)] | None = None
 
 
 class Goodbye(Message, frozen=True, tag=25):
@@ -206,6 +226,9 @@ class Acquired(Reply, frozen=True, tag=43):
     num_tokens: Count
     slots: Slots
 
+    def __post_init__(self) -> None:
+        _require_whole(slots=(self.slots, 4))
+
 
 class Reserved(Reply, frozen=True, tag=44):
     """`start`: first token to store. No slots and available < wanted: ask again for `available` blocks."""
@@ -214,6 +237,9 @@ class Reserved(Reply, frozen=True, tag=44):
     slots: Slots
     generation: Id
     available: Count
+
+    def __post_init__(self) -> None:
+        _require_whole(slots=(self.slots, 4))
 
 
 class Committed(Reply, frozen=True, tag=45):

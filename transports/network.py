@@ -1,16 +1,17 @@
 """The seam between shells and whatever carries their frames: ZeroMQ in production, a simulation in tests."""
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 PeerId = bytes
 
 
 class Incoming(NamedTuple):
-    """One frame from a peer. `pid` is the sender's process where the transport can vouch for it, else None."""
+    """One frame from a peer. `sender_pid()` is the sender's process where the transport can vouch for it, else None."""
 
     peer: PeerId
     frame: bytes
-    pid: int | None
+    sender_pid: Callable[[], int | None]
 
 
 class Listener(Protocol):

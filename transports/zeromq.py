@@ -5,8 +5,10 @@ because libzmq takes over a path that another process is serving without a word.
 """
 
 import fcntl
+import math
 import os
 import stat
+from functools import partial
 from pathlib import Path
 
 import zmq
@@ -71,11 +73,14 @@ class ZmqListener:
         """Changes state. Frames of any other shape than [id, body] are dropped here."""
         while True:
             try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                peer = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return None
-            if len(parts) == 2:
-                return Incoming(parts[0].bytes, parts[1].bytes, _sender_pid(parts[1]))
+            body = self._socket.recv(zmq.NOBLOCK, copy=False)
+            if not body.more:
+                return Incoming(peer, body.bytes, partial(_sender_pid, body))
+            while self._socket.get(zmq.RCVMORE):
+                self._socket.recv(zmq.NOBLOCK)
 
     def send(self, peer: PeerId, frame: bytes) -> bool:
         try:
@@ -123,11 +128,9 @@ class ZmqEndpoint:
         self._socket.set(zmq.RCVHWM, QUEUE_MESSAGES_MAX)
         self._socket.set(zmq.RECONNECT_IVL, 20)
         self._socket.set(zmq.RECONNECT_IVL_MAX, 1000)
+        self._timeout_ms = 0
+        self._socket.set(zmq.RCVTIMEO, self._timeout_ms)
         self._socket.connect(address)
-
-    def wait_connected(self, timeout_ms: float) -> bool:
-        """Query. Whether a frame can be queued within `timeout_ms`."""
-        return bool(self._socket.poll(max(0, round(timeout_ms)), zmq.POLLOUT))
 
     def send(self, frame: bytes) -> None:
         try:
@@ -136,13 +139,17 @@ class ZmqEndpoint:
             raise PeerLost("nobody is connected, or the queue is full") from exc
 
     def receive(self, timeout_ms: float) -> bytes | None:
-        if timeout_ms > 0 and not self._socket.poll(max(1, round(timeout_ms)), zmq.POLLIN):
-            return None
+        wanted_ms = math.ceil(timeout_ms)
+        if wanted_ms != self._timeout_ms:
+            self._socket.set(zmq.RCVTIMEO, wanted_ms)
+            self._timeout_ms = wanted_ms
         try:
-            parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            frame = self._socket.recv()
         except zmq.Again:
             return None
-        return parts[-1]
+        while self._socket.get(zmq.RCVMORE):  # our protocol has one frame: whatever follows is not ours
+            self._socket.recv(zmq.NOBLOCK)
+        return frame
 
     def close(self) -> None:
         self._context.destroy(linger=0)

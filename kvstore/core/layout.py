@@ -20,8 +20,11 @@ is XXH3-64 over the bytes of one rectangle of layers x heads, in that order.
 """
 
 import struct
+from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 PAGE_NBYTES = 4096
@@ -99,22 +102,58 @@ def identity_bytes(identity: Identity) -> bytes:
     )
 
 
+def identity_rows(
+    fingerprint: bytes, parent: bytes, hashes: bytes, tokens: bytes, block_tokens: int, first: int
+) -> npt.NDArray[np.void]:
+    """Query. `identity_bytes` of whole blocks without extra keys, one row each: [B] of 112 + 4T bytes.
+
+    `parent`: hash before the first of `hashes`. `tokens`: u32le, B x T of them. `first`: number of the first block.
+    """
+    rows = np.zeros(len(hashes) // 16, _identity_dtype(block_tokens))
+    chain = np.frombuffer(parent + hashes, "V16")
+    rows["magic"], rows["version"], rows["num_tokens"] = MAGIC, VERSION, block_tokens
+    rows["fingerprint"] = np.frombuffer(fingerprint, "V32")
+    rows["block_hash"], rows["parent"] = chain[1:], chain[:-1]
+    rows["keys_start"] = block_tokens
+    rows["number"] = np.arange(first, first + len(rows))
+    rows["tokens"] = np.frombuffer(tokens, "<u4").reshape(len(rows), block_tokens)
+    return rows
+
+
+@lru_cache(maxsize=64)
+def _identity_dtype(block_tokens: int) -> np.dtype[np.void]:
+    """The same layout as _FIXED and the tokens behind it. 16 zero bytes are the digest of no keys."""
+    texts = [("fingerprint", "V32"), ("block_hash", "V16"), ("parent", "V16"), ("keys_digest", "V16")]
+    numbers = [("keys_start", "<u4"), ("number", "<u4"), ("zero", "V8"), ("tokens", "<u4", (block_tokens,))]
+    return np.dtype([("magic", "S8"), ("version", "<u4"), ("num_tokens", "<u4"), *texts, *numbers])
+
+
 def header_head(identity: bytes, payload_nbytes: int, generation: int) -> bytes:
     """Query. Header bytes [0, RECT_COUNT_OFFSET), from `identity_bytes`."""
     body = identity.ljust(STATE_OFFSET, b"\0") + struct.pack("<QQ", payload_nbytes, generation)
     return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
 
 
+def header_heads(identities: npt.NDArray[np.void], payload_nbytes: int, generation: int) -> list[bytes]:
+    """Query. `header_head` of each row of `identity_rows`."""
+    rows = np.zeros((len(identities), RECT_COUNT_OFFSET), np.uint8)
+    rows[:, : identities.dtype.itemsize] = identities.view(np.uint8).reshape(len(identities), -1)
+    rows[:, STATE_OFFSET:IDENTITY_SUM_OFFSET] = np.frombuffer(struct.pack("<QQ", payload_nbytes, generation), np.uint8)
+    sums = [xxhash.xxh3_64_intdigest(row[:IDENTITY_SUM_OFFSET].data) for row in rows]
+    rows[:, IDENTITY_SUM_OFFSET:] = np.array(sums, "<u8").view(np.uint8).reshape(len(rows), 8)
+    return [row.tobytes() for row in rows]
+
+
 def header_rects(rects: tuple[Rect, ...]) -> bytes:
     """Query. Header bytes [RECT_COUNT_OFFSET, ...) for these rectangles; none means: no checksums."""
-    packed = b"".join(_pack_rect(rect) for rect in rects)
+    packed = b"".join([rect.sum.to_bytes(8, "little") + _pack_ranges(rect.layers, rect.heads) for rect in rects])
     return _RECT_HEAD.pack(len(rects), xxhash.xxh3_64_intdigest(packed)) + packed
 
 
-def _pack_rect(rect: Rect) -> bytes:
-    (first_layer, last_layer), (first_head, last_head) = rect.layers, rect.heads
-    packed = first_layer | (last_layer - first_layer) << 12 | first_head << 24 | (last_head - first_head) << 36
-    return rect.sum.to_bytes(8, "little") + packed.to_bytes(6, "little")
+@lru_cache(maxsize=1024)
+def _pack_ranges(layers: tuple[int, int], heads: tuple[int, int]) -> bytes:
+    packed = layers[0] | (layers[1] - layers[0]) << 12 | heads[0] << 24 | (heads[1] - heads[0]) << 36
+    return packed.to_bytes(6, "little")
 
 
 def _unpack_rect(data: bytes) -> Rect:

@@ -7,6 +7,7 @@ A slot number is `extent * SLOTS_PER_EXTENT_MAX + index`, dense enough for flat 
 from __future__ import annotations  # array[int] is not subscriptable at run time before 3.12
 
 from array import array
+from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
@@ -50,7 +51,7 @@ class SlotPool:
         """`class_of`: slot_nbytes each extent serves, 0 for none; written here only."""
         self.extent_nbytes = extent_nbytes
         self._class_of = class_of
-        self._unassigned: list[int] = []
+        self._unassigned: deque[int] = deque()  # oldest first: clients have mapped those already
         self._extents: dict[int, _Extent] = {}
         self._with_room: dict[int, dict[int, None]] = {}  # slot_nbytes -> its extents with a free slot, oldest first
         self._num_free: dict[int, int] = {}
@@ -106,7 +107,7 @@ class SlotPool:
         room = self._with_room[slot_nbytes]
         while len(slots) < count:
             if not room:
-                self._assign(self._unassigned.pop(), slot_nbytes)
+                self._assign(self._unassigned.popleft(), slot_nbytes)
             extent = next(iter(room))
             slots.extend(self._take_from(extent, count - len(slots)))
             if not self._extents[extent].free:
@@ -138,7 +139,7 @@ class SlotPool:
             assert (free, taken) == (self._num_free[slot_nbytes], self._num_taken[slot_nbytes])
             assert set(self._with_room[slot_nbytes]) == {e for e in members if self._extents[e].free}
             assert all(len(set(self._extents[e].free)) == len(self._extents[e].free) for e in members)
-        assert not self._class_of[self._unassigned].any()
+        assert not self._class_of[list(self._unassigned)].any()
         assert set(np.flatnonzero(self._class_of)) == set(self._extents)
 
     def _take_from(self, number: int, count: int) -> list[int]:

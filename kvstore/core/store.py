@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple
 
 from kvstore.core.leases import LEASES_MAX, RESERVATIONS_MAX, Lease, Reservation, Session, SpecEntry
 from kvstore.core.stats import Stats
 from kvstore.core.tier import Tables, Tier
-from kvstore.errors import SessionLost, SpecMismatch
+from kvstore.errors import KVStoreError, SessionLost, SpecMismatch
 from kvstore.spec import KVSpec
 from radix import HashKind, Match, Pin, block_symbols_of, keys_digest, root_hash
 
@@ -183,6 +183,7 @@ class Store:
         session, entry = self.session(session_id), self.spec(spec_id)
         lease = session.leases.get(lease_id)
         if lease is None:
+            _require_unused(lease_id, session.reservations)
             lease = self._lease(session, entry, query)
             self._count_lookup(query, lease)
             if lease is None:
@@ -217,6 +218,7 @@ class Store:
         known = session.reservations.get(reservation_id)
         if known is not None:
             return _grant(known)
+        _require_unused(reservation_id, session.leases)
         num_blocks = len(hashes) // HASH_NBYTES
         match = self.memory.match(entry.root, hashes, lambda index: tail if index == num_blocks - 1 else b"")
         done = match.num_blocks
@@ -445,6 +447,12 @@ class Store:
         for _, slots in self._quarantine:
             if slots:
                 yield self.memory.slot_nbytes_of(slots[0]), slots
+
+
+def _require_unused(number: int, others: Container[int]) -> None:
+    """Query. A lease and a reservation of one id would meet when a commit makes one of the other."""
+    if number in others:
+        raise KVStoreError(f"id {number} is in use in this session")
 
 
 def _num_tokens(entry: SpecEntry, query: Query, num_blocks: int) -> int:

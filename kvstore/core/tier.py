@@ -192,9 +192,9 @@ class Tier:
         return not enough or since is None or since >= self.pool.slots_per_extent(slot_nbytes)
 
     def _drain_colder(self, slot_nbytes: int, enough: bool) -> bool:
-        """Drain the coldest extent of another class if it is worth less than our next victim.
+        """Drain the coldest extent of another class, if it is worth less than our next victim or victims are too few.
 
-        Also when our own victims are too few. An extent's worth is the mean of its blocks' last use: one hot block must not keep 64 MiB of cold ones.
+        An extent's worth is the mean of its blocks' last use: one hot block must not keep 64 MiB of cold ones.
         """
         self._evicted_since_look[slot_nbytes] = 0
         coldest = self.tree.coldest(slot_nbytes) if enough else None

@@ -7,11 +7,11 @@ lock            held by the daemon that owns the folder
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from kvstore.errors import TierUnavailable
@@ -19,6 +19,7 @@ from kvstore.errors import TierUnavailable
 SHM = Path("/dev/shm")
 PREFIX = "kvstore-"
 SESSIONS_FILE = "sessions"
+CGROUP_MEMBERSHIP, CGROUP_MOUNTS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def default_folder(address: str) -> Path:
@@ -41,12 +42,11 @@ class SlabFolder:
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             facts = path.stat()
+            if facts.st_uid != os.geteuid() or stat.S_IMODE(facts.st_mode) & 0o077:
+                raise TierUnavailable(f"memory.path={path}: must belong to this user with mode 0700")
             self._lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as exc:
             raise TierUnavailable(f"memory.path={path}: {exc.strerror}") from exc
-        if facts.st_uid != os.geteuid() or stat.S_IMODE(facts.st_mode) & 0o077:
-            os.close(self._lock_fd)
-            raise TierUnavailable(f"memory.path={path}: must belong to this user with mode 0700")
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as exc:
@@ -79,14 +79,8 @@ class SlabFolder:
         self.remove_old_slabs()
         for name in (SESSIONS_FILE, "lock"):
             (self.path / name).unlink(missing_ok=True)
-        try:
+        with suppress(OSError):  # it stays with a foreign file in it, as a mount point, or in a folder of others
             self.path.rmdir()
-        except OSError as exc:
-            if exc.errno not in (
-                errno.ENOTEMPTY,
-                errno.ENOENT,
-            ):  # a file that is not ours stays, and the folder with it
-                raise
         self.release()
 
 
@@ -110,18 +104,29 @@ def _available_nbytes() -> int:
     raise TierUnavailable("/proc/meminfo has no MemAvailable")
 
 
-def _cgroup_left_nbytes() -> list[int]:
-    """What the limits above this process leave: cgroup v2 on the path to the root, and v1's one limit."""
+def _cgroup_left_nbytes(membership: Path = CGROUP_MEMBERSHIP, mounts: Path = CGROUP_MOUNTS) -> list[int]:
+    """What the limits above this process leave, from its group up to the root, in cgroup v2, v1 or both."""
     left = []
-    try:
-        own = next(line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
-        folder = Path("/sys/fs/cgroup") / own[3:].lstrip("/")
-    except (OSError, StopIteration):
-        folder = Path("/sys/fs/cgroup/memory")
-    for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-        for place in (folder, *folder.parents):
-            try:
-                left.append(int((place / limit).read_text()) - int((place / usage).read_text()))
-            except (OSError, ValueError):  # no such file here, or "max": no limit at this level
-                continue
+    for line in membership.read_text().splitlines() if membership.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            names, mount = ("memory.max", "memory.current", "inactive_file "), mounts
+        elif "memory" in controllers.split(","):
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "
+            mount = mounts / "memory"
+        else:
+            continue
+        own = mount / path.lstrip("/")
+        for place in (own, *own.parents):
+            with suppress(OSError, ValueError):  # no such file here, or "max": no limit at this level
+                left.append(_left_in(place, *names))
     return left
+
+
+def _left_in(place: Path, limit: str, usage: str, cache: str) -> int:
+    """What one group leaves; old file pages count as free, since the kernel drops them first."""
+    used = int((place / usage).read_text())
+    for line in (place / "memory.stat").read_text().splitlines():
+        if line.startswith(cache):
+            used -= int(line.removeprefix(cache))
+    return int((place / limit).read_text()) - used

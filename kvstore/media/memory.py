@@ -2,6 +2,8 @@
 
     superblock (4 KiB) | extent table: u64 each | slot table: SLOT_ROW each | extents, from a 2 MiB boundary
 
+    superblock: magic 8, version u32, zero 4, epoch u64, num_extents u64, extent_nbytes u64, extents_ready u64
+
 The file has its full size from the start and no pages. An extent's pages are taken from the system (posix_fallocate)
 before any of its slots is handed out, so that a shortage is an error at start and never a SIGBUS in an engine. A
 mapped slab is never truncated or set up again: each cold start makes a new inode.
@@ -31,6 +33,7 @@ HUGE_PAGE_NBYTES = 2 << 20
 MADV_POPULATE_WRITE = 23  # Linux 5.14; Python 3.11's mmap module does not name it
 
 _SUPERBLOCK = struct.Struct("<8sI4xQQQ")
+READY_OFFSET = _SUPERBLOCK.size
 _libc = ctypes.CDLL(None, use_errno=True)  # a CDLL call releases the GIL; mmap.madvise would hold it for 45 ms
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -73,6 +76,7 @@ class Slab:
         self._map = mmap.mmap(fd, geometry.file_nbytes)
         self._bytes = np.frombuffer(self._map, np.uint8)
         self._address = self._bytes.ctypes.data
+        self._data_offset = geometry.data_offset
 
     @classmethod
     def create(cls, fd: int, geometry: Geometry, epoch: int) -> Slab:
@@ -111,6 +115,15 @@ class Slab:
         slots = np.frombuffer(self._map, SLOT_ROW, count * SLOTS_PER_EXTENT_MAX, self.geometry.slot_table_offset)
         return Tables(extents, slots)
 
+    @property
+    def extents_ready(self) -> int:
+        """Query. How many extents, from the first on, have their memory."""
+        return int.from_bytes(self.read(READY_OFFSET, 8), "little")
+
+    @extents_ready.setter
+    def extents_ready(self, count: int) -> None:
+        self.write(READY_OFFSET, count.to_bytes(8, "little"))
+
     def allocate_extent(self, extent: int) -> None:
         """Changes state. Take the extent's pages from the system and touch them.
 
@@ -134,7 +147,22 @@ class Slab:
 
     def offset(self, slot: int, slot_nbytes: int) -> int:
         """Query. Byte offset of a slot's header page in the file."""
-        return self.geometry.data_offset + slot_offset(slot, slot_nbytes, self.geometry.extent_nbytes)
+        return self._data_offset + slot_offset(slot, slot_nbytes, self.geometry.extent_nbytes)
+
+    def offsets(self, slots: bytes, slot_nbytes: int) -> npt.NDArray[np.int64]:
+        """Query. Byte offsets of many slots (u32le). Callers who got them from elsewhere check `contains` first."""
+        extents, indices = np.divmod(np.frombuffer(slots, "<u4").astype(np.int64), SLOTS_PER_EXTENT_MAX)
+        offsets: npt.NDArray[np.int64] = extents * self.geometry.extent_nbytes + indices * slot_nbytes
+        return offsets + self._data_offset
+
+    def contains(self, offsets: npt.NDArray[np.int64], slot_nbytes: int) -> bool:
+        """Query. Whether slots at these offsets lie within the slab."""
+        return not len(offsets) or int(offsets.max()) + slot_nbytes <= self.geometry.file_nbytes
+
+    def read_rows(self, offsets: npt.NDArray[np.int64], nbytes: int) -> npt.NDArray[np.uint8]:
+        """Query. The first bytes of many slots: [B, nbytes], copied."""
+        rows: npt.NDArray[np.uint8] = self._bytes[offsets[:, None] + np.arange(nbytes)]
+        return rows
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Query. A copy of some bytes."""

@@ -132,15 +132,17 @@ class Cache:
     def reserve(self, token_ids: Any, start: int = 0, extra_keys: ExtraKeys = ()) -> Reservation:
         """Changes state. Room for the blocks of the prompt that are not cached; as many as fit, from the front.
 
-        `start`: the caller has no KV before this token. ValueError, TypeError: not token ids.
+        `start`: the caller has no KV before this token. ValueError, TypeError: not token ids, or a negative start.
         """
+        if start < 0:
+            raise ValueError(f"start={start} is negative")
         asked = self._prompt(token_ids, extra_keys)
         if asked is None:
             return Reservation(None, None, len(token_ids), b"", 0, False)
         session, spec_id, prompt = asked
         hold = Hold(self._link, session, self._link.new_id(), reservation=True)
         grant = self._grant(session, spec_id, hold.number, prompt, start, prompt.num_blocks)
-        if grant is not None and not grant.slots and grant.available:
+        if grant is not None and not grant.slots and grant.available and grant.start >= start:
             # Not all fits: ask once more for what does. Somebody else may have been faster; then there is no room.
             fits = grant.start // self.spec.block_tokens + grant.available
             grant = self._grant(session, spec_id, hold.number, prompt, start, fits)
@@ -172,7 +174,10 @@ class Cache:
         prefill_ms: float | None = None,
         ttft_ms: float | None = None,
     ) -> None:
-        """Changes state. Tell the store what the engine measured."""
+        """Changes state. Tell the store what the engine measured. ValueError: a negative or boundless number."""
+        for name, value in (("prefill_tokens", prefill_tokens), ("prefill_ms", prefill_ms), ("ttft_ms", ttft_ms)):
+            if value is not None and not 0 <= value <= wire.MS_MAX:
+                raise ValueError(f"{name}={value} is not within 0..{wire.MS_MAX:g}")
         session = self._link.session
         attached = session.attached.get(self.spec.fingerprint)
         if attached is not None:

@@ -43,6 +43,7 @@ class Daemon:
         require_capacity(config)
         self._clock = clock or MonotonicClock()
         self._watched: dict[int, Watched] = {}
+        self._pidfds: set[int] = set()
         self._born_ms: dict[int, float] = {}
         self._next_sweep_ms = self._clock.now_ms() + SWEEP_MS
         with ExitStack() as held:  # closed in reverse order, here if anything below fails, else by close()
@@ -77,8 +78,10 @@ class Daemon:
             if self._stop_fd in ready:
                 return
             self._serve_messages()
-            self.service.run_completions()
-            self._bury(ready)
+            if self.service.movers.fd in ready:
+                self.service.run_completions()
+            if not ready.isdisjoint(self._pidfds):
+                self._bury(ready)
             now_ms = self._clock.now_ms()
             self.service.store.on_time(now_ms)
             if now_ms >= self._next_sweep_ms:
@@ -116,14 +119,14 @@ class Daemon:
             if isinstance(message, Reply):
                 raise RemoteProtocolError(f"a client sent {type(message).__name__}")
         except RemoteProtocolError as exc:
-            log.warning("dropped a message from pid=%s: %s", incoming.pid, exc)
+            log.warning("dropped a message from pid=%s: %s", incoming.sender_pid(), exc)
             return
 
         def send(reply: Reply) -> None:
             if not self._listener.send(incoming.peer, encode(reply)):
-                log.info("reply dropped: peer is gone or does not read pid=%s", incoming.pid)
+                log.info("reply dropped: peer is gone or does not read pid=%s", incoming.sender_pid())
 
-        self.service.dispatch(message, send, incoming.pid)
+        self.service.dispatch(message, send, incoming.sender_pid)
 
     def _wake_again(self) -> None:
         """The listener's descriptor is edge-triggered: what is still queued would not wake the next poll."""
@@ -137,6 +140,7 @@ class Daemon:
         self._born_ms[session.id] = self._clock.now_ms()
         if watched.pidfd is not None:
             self._poll.register(watched.pidfd, select.POLLIN)
+            self._pidfds.add(watched.pidfd)
         log.info("session opened id=%d pid=%s", session.id, pid)
 
     def _bury(self, ready: set[int]) -> None:
@@ -166,6 +170,7 @@ class Daemon:
         del self._born_ms[session_id]
         if watched.pidfd is not None:
             self._poll.unregister(watched.pidfd)
+            self._pidfds.discard(watched.pidfd)
         watched.close()
 
 

@@ -18,20 +18,28 @@ from transports import messages as wire
 class Block:
     """A verified block. `array`: read-only, on the slab, `[L, 2, H, T, D]` (KVSpec.array_shape) with T = num_tokens."""
 
-    def __init__(self, hit: Hit, number: int, start: int, num_tokens: int, stored_tokens: int) -> None:
-        self.start = start
-        self.num_tokens = num_tokens
-        self._hit = hit
-        self._number = number
+    __slots__ = ("_hold", "_offset", "_prompt", "_stored_tokens", "num_tokens", "start")
+
+    def __init__(self, hit: Hit, number: int, num_tokens: int, stored_tokens: int) -> None:
+        self._prompt = hit.prompt
+        self._hold = hit.hold
+        self._offset = hit.offsets[number]
         self._stored_tokens = stored_tokens
+        self.start = number * hit.prompt.spec.block_tokens
+        self.num_tokens = num_tokens
 
     @property
     def array(self) -> Array:
-        """The block's bytes. The block stays leased while this array or any view of it lives."""
-        spec, hold, stored = self._hit.prompt.spec, self._hit.hold, self._stored_tokens
-        offset = self._hit.offset(self._number)
-        array = hold.lend(offset, spec.payload_nbytes(stored), spec.numpy_dtype, spec.array_shape(stored))
-        array.flags.writeable = False
+        """The block's bytes.
+
+        The block stays leased while this array or any view of it lives. ValueError after release.
+        """
+        spec, stored = self._prompt.spec, self._stored_tokens
+        array = self._hold.lend(
+            self._offset, spec.payload_nbytes(stored), spec.numpy_dtype, spec.array_shape(stored), writeable=False
+        )
+        if stored == self.num_tokens:
+            return array
         if spec.is_opaque:
             return array[: spec.payload_nbytes(self.num_tokens)]
         return array[:, :, :, : self.num_tokens]
@@ -45,11 +53,11 @@ class Hit:
 
     def __init__(self, prompt: Prompt | None, hold: Hold | None, pending: Pending | None) -> None:
         """`prompt` None: a miss, known before anything was asked."""
+        self.offsets: list[int] = []  # of the leased slots in the slab
         self._prompt = prompt
         self._hold = hold
         self._pending = pending
         self._planned = 0
-        self._slots = np.empty(0, np.uint32)
         self._verified: list[Block] = []
         self._is_final = prompt is None
 
@@ -90,20 +98,17 @@ class Hit:
 
     def wait(self, deadline_ms: float | None = None) -> int:
         """Changes state. Verify the leased blocks; the tokens of those that are what they should be. Final."""
-        link = self._hold.link if self._hold else None
-        if link is not None and not self._settle(link.deadline_ms if deadline_ms is None else deadline_ms):
+        if self._hold is not None and not self._settle(
+            self._hold.link.deadline_ms if deadline_ms is None else deadline_ms
+        ):
             self._give_up()
-        for _ in self.blocks():
-            pass
+        self._verify()
         return self.verified_tokens
 
     def blocks(self) -> Iterator[Block]:
         """Changes state. The blocks in order, each as soon as it is verified."""
-        self._settle(self._hold.link.deadline_ms if self._hold else 0.0)
-        at = 0
-        while at < len(self._verified) or self._verify_next():
-            yield self._verified[at]
-            at += 1
+        self.wait()
+        yield from self._verified
 
     def release(self) -> None:
         """Changes state. End the lease, as soon as no array of it is alive. Idempotent."""
@@ -123,26 +128,23 @@ class Hit:
         if self._hold is not None:
             self._hold.let_go()
 
-    def offset(self, number: int) -> int:
-        """Query. Where the slot of a block begins in the slab."""
-        return self.hold.session.slab.offset(int(self._slots[number]), self.prompt.spec.slot_nbytes)
-
     def settle_with(self, reply: wire.Acquired | None) -> None:
         """Changes state. The daemon's answer; None is a miss."""
         self._pending = None
-        planned = reply is not None and self._plausible(reply)
-        if reply is not None and planned:
+        if reply is not None and self._plausible(reply):
             self._planned = reply.num_tokens
-            self._slots = np.frombuffer(reply.slots, np.uint32)
-        if not self._planned:
+        else:
             self._give_up()
 
     def _plausible(self, reply: wire.Acquired) -> bool:
         """A daemon's answer is used as an index into shared memory, so it is checked first."""
-        covered = len(reply.slots) // 4 * self.prompt.spec.block_tokens
-        return 0 < reply.num_tokens <= self.prompt.num_tokens and covered - reply.num_tokens in range(
-            self.prompt.spec.block_tokens
-        )
+        spec, slab = self.prompt.spec, self.hold.session.slab
+        num_slots = len(reply.slots) // 4
+        if not 0 < reply.num_tokens <= min(self.prompt.num_tokens, num_slots * spec.block_tokens):
+            return False
+        offsets = slab.offsets(reply.slots, spec.slot_nbytes)
+        self.offsets = offsets.tolist()
+        return slab.contains(offsets, spec.slot_nbytes)
 
     def _settle(self, wait_ms: float) -> bool:
         if self._pending is not None:
@@ -162,27 +164,40 @@ class Hit:
         self._is_final = True
         self.hold.let_go()
 
-    def _verify_next(self) -> bool:
-        """Check one more block against the prompt. The first one that is wrong ends the hit and is reported."""
-        number = len(self._verified)
-        if self._is_final or number == len(self._slots):
-            return False
-        start = number * self.prompt.spec.block_tokens
-        num_tokens = min(self._planned - start, self.prompt.spec.block_tokens)
-        stored_tokens = self._stored_tokens(number, num_tokens)
-        if stored_tokens is None:
-            self._is_final = True
-            self.hold.link.notify(wire.Discard(self.hold.session.id, self.hold.number, number, "header"))
-            return False
-        self._verified.append(Block(self, number, start, num_tokens, stored_tokens))
-        return True
+    def _verify(self) -> None:
+        """Check every leased block against the prompt. The first one that is wrong ends the hit and is reported."""
+        if self._is_final:
+            return
+        self._is_final = True
+        block_tokens = self.prompt.spec.block_tokens
+        for number in range(self._verify_whole_blocks(), len(self.offsets)):
+            num_tokens = min(self._planned - number * block_tokens, block_tokens)
+            stored_tokens = self._stored_tokens(number, num_tokens)
+            if stored_tokens is None:
+                self.hold.link.notify(wire.Discard(self.hold.session.id, self.hold.number, number, "header"))
+                return
+            self._verified.append(Block(self, number, num_tokens, stored_tokens))
+
+    def _verify_whole_blocks(self) -> int:
+        """All leading whole blocks in one comparison; how many of them are right."""
+        block_tokens = self.prompt.spec.block_tokens
+        count = self._planned // block_tokens
+        expected = self.prompt.whole_identities(0, count)
+        if expected is None or not count:
+            return 0
+        nbytes = expected.dtype.itemsize
+        found = self.hold.session.slab.read_rows(np.array(self.offsets[:count]), nbytes)
+        same = (found == expected.view(np.uint8).reshape(count, nbytes)).all(axis=1)
+        right = count if same.all() else int(same.argmin())
+        self._verified = [Block(self, number, block_tokens, block_tokens) for number in range(right)]
+        return right
 
     def _stored_tokens(self, number: int, num_tokens: int) -> int | None:
-        """How many tokens the slot's block has, if its header names this prompt's block or begins like it;
+        """How many tokens the slot's block has;
 
-        else None.
+        None if its header neither names this prompt's block nor begins like it.
         """
-        slab, offset = self.hold.session.slab, self.offset(number)
+        slab, offset = self.hold.session.slab, self.offsets[number]
         identity = self.prompt.identity(number)
         if num_tokens == len(identity.tokens) // 4:
             expected = identity_bytes(identity)

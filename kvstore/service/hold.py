@@ -11,7 +11,6 @@ import ctypes
 import logging
 import threading
 import weakref
-from collections.abc import Callable
 from mmap import mmap
 from typing import cast
 
@@ -34,7 +33,7 @@ class Hold:
         self.session = session
         self.number = number
         self._ends: tuple[str, ...] = (RESERVATION,) if reservation else (LEASE,)
-        self._buffers: dict[int, weakref.ref[Buffer]] = {}  # by id; a weak reference to a buffer has no hash
+        self._lent: dict[int, _Lent] = {}  # by the buffer's id; a weak reference to a buffer has no hash
         self._let_go = False
         session.in_use.add(number)
 
@@ -46,22 +45,25 @@ class Hold:
     @property
     def has_views(self) -> bool:
         """Query. Whether an array lent under this hold is alive."""
-        return bool(self._buffers)
+        return bool(self._lent)
 
     def becomes_lease(self, *, surely: bool) -> None:
         """Changes state. A commit turned the reservation into a lease of the same number; if that is not sure, both are
         ended in the end, since ending what does not exist is no error."""
         self._ends = (LEASE,) if surely else (RESERVATION, LEASE)
 
-    def lend(self, offset: int, nbytes: int, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> Array:
+    def lend(
+        self, offset: int, nbytes: int, dtype: np.dtype[np.generic], shape: tuple[int, ...], *, writeable: bool
+    ) -> Array:
         """Changes state. An array on the payload of a slot; the hold lasts while it or any view of it lives.
 
         ValueError after `let_go`: the slot may be another block's by then.
         """
         self.require_open()
         buffer = self.session.slab.payload_buffer(offset, nbytes)
-        self._buffers[id(buffer)] = weakref.ref(buffer, self._returned(id(buffer)))
-        array: Array = np.frombuffer(cast("mmap", buffer), dtype).reshape(shape)
+        self._lent[id(buffer)] = _Lent(buffer, self)
+        array: Array = np.ndarray(shape, dtype, cast("mmap", buffer))  # numpy's stubs do not know ctypes
+        array.flags.writeable = writeable
         return array
 
     def require_open(self) -> None:
@@ -74,7 +76,7 @@ class Hold:
         if self._let_go:
             return
         self._let_go = True
-        if self._buffers:
+        if self._lent:
             _say_once()
         else:
             self._end()
@@ -85,17 +87,31 @@ class Hold:
         self._let_go = True
         self.session.in_use.discard(self.number)
 
-    def _returned(self, number: int) -> Callable[[weakref.ref[Buffer]], None]:
-        # The callback holds the Hold, so that it outlives a Hit that the caller has dropped.
-        def returned(_: weakref.ref[Buffer]) -> None:
-            self._buffers.pop(number, None)
-            if self._let_go and not self._buffers:
-                self._end()
-
-        return returned
+    def returned(self, number: int) -> None:
+        """Changes state. No array lives on this buffer any more."""
+        self._lent.pop(number, None)
+        if self._let_go and not self._lent:
+            self._end()
 
     def _end(self) -> None:
         self.session.end(self.number, *self._ends)
+
+
+class _Lent(weakref.ref[Buffer]):
+    """A lent buffer. It holds the Hold, which so outlives a Hit that the caller has dropped."""
+
+    __slots__ = ("hold", "number")
+    hold: Hold
+    number: int
+
+    def __new__(cls, buffer: Buffer, hold: Hold) -> _Lent:
+        lent = super().__new__(cls, buffer, _say_returned)
+        lent.hold, lent.number = hold, id(buffer)
+        return lent
+
+
+def _say_returned(lent: _Lent) -> None:
+    lent.hold.returned(lent.number)
 
 
 _said = threading.Event()

@@ -49,7 +49,7 @@ class Session:
     in_use: set[int] = field(default_factory=set)  # leases and reservations that have not ended
     ended_leases: deque[int] = field(default_factory=deque)  # ended here, not yet said: bounded by in_use's history
     ended_reservations: deque[int] = field(default_factory=deque)
-    populated: set[int] = field(default_factory=set)  # extents mapped into this process
+    num_populated: int = 0  # extents mapped into this process
 
     @property
     def id(self) -> int:
@@ -74,11 +74,10 @@ class Session:
         return notices
 
     def populate(self) -> None:
-        """Changes state. Map extents that have come into use, so that copies need not fault them in page by page."""
-        for extent in self.slab.tables.extents.nonzero()[0].tolist():
-            if extent not in self.populated:
-                self.slab.populate_extent(extent)
-                self.populated.add(extent)
+        """Changes state. Map the extents that are ready, so that copies need not fault them in page by page."""
+        for extent in range(self.num_populated, self.slab.extents_ready):
+            self.slab.populate_extent(extent)
+            self.num_populated = extent + 1
 
 
 class Pending(NamedTuple):

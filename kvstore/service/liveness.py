@@ -69,6 +69,10 @@ def _descriptor(path: Path) -> int:
         return _held_files[key]
 
 
+# gone already, a pid of a namespace that is not ours, an old kernel, no descriptor left
+_NOT_WATCHED = {errno.ESRCH, errno.EINVAL, errno.ENOSYS, errno.EMFILE, errno.ENFILE}
+
+
 class Watched:
     """A client process as the daemon sees it."""
 
@@ -78,8 +82,8 @@ class Watched:
         if pid is not None:
             try:
                 self.pidfd = os.pidfd_open(pid)
-            except OSError as exc:  # gone already, or a pid of a namespace that is not ours
-                if exc.errno not in (errno.ESRCH, errno.EINVAL, errno.ENOSYS):
+            except OSError as exc:
+                if exc.errno not in _NOT_WATCHED:
                     raise
 
     def close(self) -> None:

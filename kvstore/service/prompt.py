@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvstore.core.layout import Identity
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core.layout import Identity, identity_rows
 from kvstore.spec import KVSpec
 from radix import (
     HASH_NBYTES,
@@ -78,6 +81,20 @@ class Prompt:
         """Query. What token-granular matching compares."""
         first = block * self.spec.block_tokens
         return block_symbols(self.block_tokens(block), keys_in(self._keys, first, first + self.spec.block_tokens))
+
+    def whole_identities(self, first: int, stop: int) -> npt.NDArray[np.void] | None:
+        """Query. Identity rows of whole blocks [first, stop), all at once; None where extra keys need the slow way."""
+        if self._keys:
+            return None
+        width = 4 * self.spec.block_tokens
+        return identity_rows(
+            self.spec.fingerprint,
+            self.parent_hash(first),
+            self.hashes[first * HASH_NBYTES : stop * HASH_NBYTES],
+            self.tokens[first * width : stop * width],
+            self.spec.block_tokens,
+            first,
+        )
 
     def identity(self, block: int) -> Identity:
         """Query. What the header of this block must say."""

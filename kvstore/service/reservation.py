@@ -9,65 +9,87 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.core.layout import RECT_COUNT_OFFSET, Rect, header_head, header_rects, identity_bytes
+from kvstore.core.layout import RECT_COUNT_OFFSET, Rect, header_head, header_heads, header_rects, identity_bytes
 from kvstore.service.hold import Array, Hold
 from kvstore.service.prompt import Prompt
+from kvstore.spec import KVSpec
 from transports import messages as wire
 
-PIECE_NBYTES = 128 << 10  # copied and summed while it is in the L2 cache
+PIECE_NBYTES = 1 << 20  # small enough for a cache, large enough for memcpy's fast path (docs/measurements.md)
 
 
 class WritableBlock:
     """A slot to fill: by `write`, or through `array`, or by a device that writes to the array's memory."""
 
-    def __init__(self, reservation: Reservation, number: int, offset: int) -> None:
-        spec = reservation.prompt.spec
-        self.start = number * spec.block_tokens
-        self.num_tokens = min(spec.block_tokens, reservation.prompt.num_tokens - self.start)
-        self.is_filled = False
-        self.is_summed = False
-        self._reservation = reservation
+    __slots__ = ("_hold", "_offset", "_spec", "_sums", "is_filled", "num_tokens", "start", "sum")
+
+    def __init__(self, spec: KVSpec, hold: Hold, sums: bool, offset: int, start: int, num_tokens: int) -> None:
+        self._spec = spec
+        self._hold = hold
+        self._sums = sums
         self._offset = offset
+        self.start = start
+        self.num_tokens = num_tokens
+        self.is_filled = False
+        self.sum: int | None = None
 
     @property
     def array(self) -> Array:
         """Writable, on the slab, shaped like a hit's. Its checksum is made after commit, off the critical path."""
-        spec = self._reservation.prompt.spec
-        nbytes, shape = spec.payload_nbytes(self.num_tokens), spec.array_shape(self.num_tokens)
-        array = self._reservation.hold.lend(self._offset, nbytes, spec.numpy_dtype, shape)
-        self.is_filled, self.is_summed = True, False
+        spec, count = self._spec, self.num_tokens
+        nbytes, shape = spec.payload_nbytes(count), spec.array_shape(count)
+        array = self._hold.lend(self._offset, nbytes, spec.numpy_dtype, shape, writeable=True)
+        self.is_filled, self.sum = True, None
         return array
 
     def write(self, source: npt.ArrayLike) -> None:
-        """Changes state. Copy `source` (this block's shape; any strides; its dtype or one of the same width) and sum it
-        in one pass. ValueError on another shape or width."""
-        self._reservation.hold.require_open()
-        spec, slab = self._reservation.prompt.spec, self._reservation.hold.session.slab
+        """Changes state. Copy `source` and sum it in one pass.
+
+        It has this block's shape, any strides, and the spec's dtype or one of the same width, whose bits are taken.
+        ValueError on anything else, and after the reservation has ended.
+        """
+        self._hold.require_open()
+        spec, shape = self._spec, self._spec.array_shape(self.num_tokens)
         given = np.asarray(source)
-        shape = spec.array_shape(self.num_tokens)
         if given.shape != shape or given.dtype.itemsize != spec.numpy_dtype.itemsize:
             raise ValueError(f"block.write wants {shape} of {spec.numpy_dtype}, not {given.shape} of {given.dtype}")
-        target = slab.payload(self._offset, spec.payload_nbytes(self.num_tokens))
-        bits = given.view(spec.numpy_dtype)
-        if self._reservation.sums:
-            rect = Rect((0, spec.num_layers), (0, spec.num_kv_heads), _copy_and_sum(bits, target))
-            slab.write(self._offset + RECT_COUNT_OFFSET, header_rects((rect,)))
+        bits = given if given.dtype == spec.numpy_dtype else given.view(spec.numpy_dtype)
+        target = self._hold.session.slab.payload(self._offset, spec.payload_nbytes(self.num_tokens))
+        if self._sums:
+            self.sum = _copy_and_sum(bits, target)
         else:
             np.copyto(target.view(spec.numpy_dtype).reshape(shape), bits)
-        self.is_filled, self.is_summed = True, self._reservation.sums
+        self.is_filled = True
+
+    def seal(self) -> None:
+        """Changes state. Leave the checksum, if there is one, in the header."""
+        if self.sum is not None:
+            rect = Rect((0, self._spec.num_layers), (0, self._spec.num_kv_heads), self.sum)
+            self._hold.session.slab.write(self._offset + RECT_COUNT_OFFSET, header_rects((rect,)))
 
 
 def _copy_and_sum(source: Array, target: npt.NDArray[np.uint8]) -> int:
-    """XXH3-64 of `source` in C order, made while it is copied: a piece is summed when it has just been read."""
+    """XXH3-64 of `source` in C order, a piece at a time: summed first, then copied from the cache that this filled."""
+    if not source.flags.c_contiguous:
+        return _copy_and_sum_rows(source, target)
+    flat = source.reshape(-1).view(np.uint8)
+    if len(flat) <= PIECE_NBYTES:
+        value = xxhash.xxh3_64_intdigest(flat.data)
+        np.copyto(target, flat)
+        return value
     total = xxhash.xxh3_64()
-    if source.flags.c_contiguous:
-        flat = source.reshape(-1).view(np.uint8)
-        for at in range(0, len(target), PIECE_NBYTES):
-            piece = flat[at : at + PIECE_NBYTES]
-            total.update(piece.data)
-            np.copyto(target[at : at + PIECE_NBYTES], piece)
-        return total.intdigest()
+    for at in range(0, len(flat), PIECE_NBYTES):
+        piece = flat[at : at + PIECE_NBYTES]
+        total.update(piece.data)
+        np.copyto(target[at : at + PIECE_NBYTES], piece)
+    return total.intdigest()
+
+
+def _copy_and_sum_rows(source: Array, target: npt.NDArray[np.uint8]) -> int:
+    total = xxhash.xxh3_64()
     rows = target.view(source.dtype).reshape(source.shape)
+    if source.ndim == 1:
+        rows, source = rows[None], source[None]
     for row, given in zip(rows, source, strict=True):
         np.copyto(row, given)
         total.update(row.data)
@@ -89,7 +111,7 @@ class Reservation:
         self._blocks: list[WritableBlock] = []
         self._is_over = hold is None
         if hold is not None and prompt is not None:
-            self._prepare(np.frombuffer(slots, np.uint32), generation)
+            self._prepare(slots, generation)
 
     @property
     def prompt(self) -> Prompt:
@@ -114,8 +136,14 @@ class Reservation:
         """Changes state. Make the leading blocks that were filled readable; True if the daemon confirmed it.
 
         `priority`: 1 will return, 0 unknown, -1 will not. `keep_for_s`: expected seconds until it returns.
-        A block nobody wrote to ends the run: it and those after it are given back.
+        A block nobody wrote to ends the run: it and those after it are given back. ValueError: a hint out of bounds.
         """
+        if priority not in (-1, 0, 1):
+            raise ValueError(f"priority={priority} is not -1, 0 or 1")
+        if keep_for_s is not None and not 0 <= keep_for_s <= wire.SECONDS_MAX:
+            raise ValueError(f"keep_for_s={keep_for_s} is not within 0..{wire.SECONDS_MAX:g}")
+        if output_tokens is not None and output_tokens < 0:
+            raise ValueError(f"output_tokens={output_tokens} is negative")
         if self._is_over or not self._hold:
             return False
         self._is_over = True
@@ -142,21 +170,39 @@ class Reservation:
     def __del__(self) -> None:
         self.abort()
 
-    def _prepare(self, slots: npt.NDArray[np.uint32], generation: int) -> None:
-        """Write the headers now: they name the block, whatever way its bytes take."""
-        spec, slab = self.prompt.spec, self.hold.session.slab
-        first = self.start // spec.block_tokens
-        for number, slot in enumerate(slots.tolist(), first):
-            offset = slab.offset(slot, spec.slot_nbytes)
-            block = WritableBlock(self, number, offset)
-            identity = identity_bytes(self.prompt.identity(number))
-            head = header_head(identity, spec.payload_nbytes(block.num_tokens), generation)
-            slab.write(offset, head + header_rects(()))
-            self._blocks.append(block)
+    def _prepare(self, slots: bytes, generation: int) -> None:
+        """Write the headers now: they name the blocks, whatever way their bytes take."""
+        prompt, hold, slab = self.prompt, self.hold, self.hold.session.slab
+        spec, block_tokens = prompt.spec, prompt.spec.block_tokens
+        offsets = slab.offsets(slots, spec.slot_nbytes)
+        if not slab.contains(offsets, spec.slot_nbytes):  # the answer is an index into shared memory
+            return
+        no_rects = header_rects(())
+        first = self.start // block_tokens
+        heads = self._heads(first, first + len(offsets), generation)
+        for number, (head, offset) in enumerate(zip(heads, offsets.tolist(), strict=True), first):
+            slab.write(offset, head + no_rects)
+            start = number * block_tokens
+            num_tokens = min(block_tokens, prompt.num_tokens - start)
+            self._blocks.append(WritableBlock(spec, hold, self.sums, offset, start, num_tokens))
+
+    def _heads(self, first: int, stop: int, generation: int) -> list[bytes]:
+        """Header heads of blocks [first, stop): the whole ones at once."""
+        spec, prompt = self.prompt.spec, self.prompt
+        whole = min(stop, prompt.num_tokens // spec.block_tokens)
+        rows = prompt.whole_identities(first, whole) if whole > first else None
+        heads = header_heads(rows, spec.block_nbytes, generation) if rows is not None else []
+        for number in range(first + len(heads), stop):
+            identity = prompt.identity(number)
+            nbytes = spec.payload_nbytes(len(identity.tokens) // 4)
+            heads.append(header_head(identity_bytes(identity), nbytes, generation))
+        return heads
 
     def _commit(self, filled: int, priority: int, keep_for_s: float | None, output_tokens: int | None) -> bool:
         session, keep = self.hold.session, self.hold.has_views
-        summed = bytes(block.is_summed for block in self._blocks[:filled])
+        for block in self._blocks[:filled]:
+            block.seal()
+        summed = bytes(block.sum is not None for block in self._blocks[:filled])
 
         def make(request_id: int) -> wire.Request:
             return wire.Commit(

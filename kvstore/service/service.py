@@ -28,6 +28,7 @@ from transports import messages as wire
 
 log = logging.getLogger("kvstore")
 NUM_MOVERS = 2
+SenderPid = Callable[[], int | None]
 
 
 def geometry_for(capacity_nbytes: int) -> Geometry:
@@ -69,31 +70,32 @@ class Service:
             checksums=config.memory.checksums,
         )
         self.movers = Movers(NUM_MOVERS)
-        self._extents_ready = 0
         slab.allocate_extent(0)
         self._extent_is_ready(None)
 
     # Messages
 
-    def dispatch(self, message: wire.Message, send: Callable[[wire.Reply], None], peer_pid: int | None = None) -> None:
+    def dispatch(
+        self, message: wire.Message, send: Callable[[wire.Reply], None], sender_pid: SenderPid = lambda: None
+    ) -> None:
         """Changes state. A request gets exactly one reply, also when its handler raises; a notice gets none."""
         if not isinstance(message, wire.Request):
             self._notice(message)
             return
         reply: wire.Reply = wire.Failed(message.request_id, KVStoreError.code, "the daemon failed while answering")
         try:
-            reply = self._answer(message, peer_pid)
+            reply = self._answer(message, sender_pid)
         except KVStoreError as exc:
             reply = wire.Failed(message.request_id, exc.code, str(exc)[:4096])
         finally:  # an error that is not ours stops the daemon, but not before the client has its answer
             send(reply)
         self._start_transfers()
 
-    def _answer(self, message: wire.Request, peer_pid: int | None) -> wire.Reply:
+    def _answer(self, message: wire.Request, sender_pid: SenderPid) -> wire.Reply:
         request_id, store = message.request_id, self.store
         match message:
             case wire.Hello():
-                return self._hello(message, peer_pid)
+                return self._hello(message, sender_pid)
             case wire.Attach():
                 store.session(message.session)
                 entry = store.attach(decode_spec(message.spec))
@@ -138,7 +140,7 @@ class Service:
         except SessionLost:
             return  # of a session that has ended: what it held is free already
 
-    def _hello(self, message: wire.Hello, peer_pid: int | None) -> wire.Reply:
+    def _hello(self, message: wire.Hello, sender_pid: SenderPid) -> wire.Reply:
         if not message.version_min <= wire.VERSION_MAX or not message.version_max >= wire.VERSION_MIN:
             raise DaemonUnavailable(
                 f"the client speaks protocol {message.version_min}-{message.version_max}, "
@@ -150,7 +152,7 @@ class Service:
             if session is None:
                 raise DaemonUnavailable("the daemon has as many sessions as it can: close some clients")
             if self._on_open is not None:
-                self._on_open(session, peer_pid)
+                self._on_open(session, sender_pid())
         return wire.Welcome(
             message.request_id,
             min(wire.VERSION_MAX, message.version_max),
@@ -198,7 +200,7 @@ class Service:
                 "capacity_nbytes": self.store.capacity_nbytes,
                 "extent_nbytes": self.slab.geometry.extent_nbytes,
                 "extents": self.slab.geometry.num_extents,
-                "extents_ready": self._extents_ready,
+                "extents_ready": self.slab.extents_ready,
                 "extents_unassigned": memory.pool.num_unassigned,
                 "cached_nbytes": sum(int(size) * counts["cached"] for size, counts in classes.items()),
                 "reserved_nbytes": sum(int(size) * counts["reserved"] for size, counts in classes.items()),
@@ -232,14 +234,13 @@ class Service:
     def _extent_is_ready(self, failure: TierUnavailable | None) -> None:
         """The next extent may be used; ask for the one after it, so that one is on its way at any time."""
         if failure is not None:
-            log.error(
-                "%s; going on with %d of %d extents", failure, self._extents_ready, self.slab.geometry.num_extents
-            )
+            ready, wanted = self.slab.extents_ready, self.slab.geometry.num_extents
+            log.error("%s; going on with %d of %d extents", failure, ready, wanted)
             return
-        self.store.add_extent(self._extents_ready)
-        self._extents_ready += 1
-        if self._extents_ready < self.slab.geometry.num_extents:
-            self.movers.submit(partial(self._allocate, self._extents_ready), self._extent_is_ready)
+        self.store.add_extent(self.slab.extents_ready)
+        self.slab.extents_ready += 1
+        if self.slab.extents_ready < self.slab.geometry.num_extents:
+            self.movers.submit(partial(self._allocate, self.slab.extents_ready), self._extent_is_ready)
 
     def _allocate(self, extent: int) -> TierUnavailable | None:
         try:

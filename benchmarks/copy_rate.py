@@ -1,0 +1,168 @@
+"""Bytes per second into and out of the store, from another process than the daemon, against plain memcpy.
+
+    put = reserve + block.write of every block + commit      get = acquire + copy into the client's own array + release
+
+Every round does memcpy, put with checksums, put without, and get in turn, on the same blocks; ratios are taken round by
+round. The blocks of consecutive rounds are different ones, more than a last-level cache holds, because KV that moves
+was not used a millisecond ago. Each side runs on one thread. Bytes are compared after the last round.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import kvstore
+from benchmarks.daemon import Daemon
+from benchmarks.report import Bar, at_least, finish, parser, ratios, spread
+
+BATCH = 32
+POOL_NBYTES = 512 << 20  # source arrays, and as many targets: several times a last-level cache
+SIDES = ("memcpy", "put", "put_nosum", "get")
+BARS = {"put": 0.75, "put_nosum": 0.85, "get": 0.85}
+Blocks = list[npt.NDArray[Any]]
+
+
+def spec_of(block_kib: int) -> kvstore.KVSpec:
+    """Query. float16 KV of 8 heads: 2 MiB a block with 16 layers of 64 tokens; 736 KiB with 23 of 16."""
+    layers, tokens = {2048: (16, 64), 736: (23, 16)}[block_kib]
+    spec = kvstore.KVSpec(
+        model="copy-rate", dtype="float16", num_layers=layers, num_kv_heads=8, head_dim=64, block_tokens=tokens
+    )
+    assert spec.block_nbytes == block_kib << 10
+    return spec
+
+
+class Rounds:
+    """Runs the sides in turn over a pool of blocks, and keeps their times."""
+
+    def __init__(self, summed: kvstore.Cache, unsummed: kvstore.Cache, batch: int) -> None:
+        self._summed, self._unsummed, self._batch = summed, unsummed, batch
+        spec = summed.spec
+        self._spec = spec
+        shape = spec.array_shape(spec.block_tokens)
+        count = max(batch, POOL_NBYTES // spec.block_nbytes // batch * batch)
+        bits = np.random.default_rng(0).integers(0, 1 << 16, (count, *shape), dtype=np.uint16)
+        self._sources: Blocks = list(bits.view(spec.numpy_dtype))
+        self._targets: Blocks = list(np.zeros((count, *shape), spec.numpy_dtype))
+        self.seconds: dict[str, list[float]] = {side: [] for side in SIDES}
+
+    def run(self, rounds: int, warm_up: int) -> None:
+        """Changes state."""
+        for number in range(warm_up + rounds):
+            times = self._round(number)
+            for cache in (self._summed, self._unsummed):
+                cache.clear()
+            if number >= warm_up:
+                for side, seconds in times.items():
+                    self.seconds[side].append(seconds)
+
+    def _round(self, number: int) -> dict[str, float]:
+        at = number * self._batch % len(self._sources)
+        sources, targets = (blocks[at : at + self._batch] for blocks in (self._sources, self._targets))
+        tokens = np.arange(self._batch * self._spec.block_tokens, dtype=np.uint32) + 1_000_000 * number
+        times = {
+            "memcpy": _timed(lambda: _copy(sources, targets)),
+            "put": _timed(lambda: _put(self._summed, tokens, sources)),
+            "put_nosum": _timed(lambda: _put(self._unsummed, tokens, sources)),
+        }
+        for target in targets:
+            target.view(np.uint16)[...] = 0
+        times["get"] = _timed(lambda: _get(self._summed, tokens, targets))
+        self._verify(number, sources, targets)
+        return times
+
+    def figures(self) -> dict[str, Any]:
+        """Query. GB/s of each side, and its ratio to memcpy of the same round, as medians with their spread."""
+        nbytes = self._batch * self._spec.block_nbytes
+        found: dict[str, Any] = {}
+        for side in SIDES:
+            rate = spread(nbytes / seconds / 1e9 for seconds in self.seconds[side])
+            found[f"{side}_gbps"] = round(rate.median, 3)
+            found[f"{side}_gbps_range"] = [round(rate.low, 3), round(rate.high, 3)]
+        for side in BARS:
+            ratio = spread(ratios(self.seconds["memcpy"], self.seconds[side]))
+            found[f"{side}_ratio"] = round(ratio.median, 3)
+            found[f"{side}_ratio_range"] = [round(ratio.low, 3), round(ratio.high, 3)]
+        return found
+
+    def _verify(self, number: int, sources: Blocks, targets: Blocks) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            if not np.array_equal(source.view(np.uint16), target.view(np.uint16)):
+                raise AssertionError(f"round {number}: the bytes that came back are not the bytes that were stored")
+
+
+def _timed(work: Callable[[], None]) -> float:
+    before = time.perf_counter()
+    work()
+    return time.perf_counter() - before
+
+
+def _copy(sources: Blocks, targets: Blocks) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        np.copyto(target, source)
+
+
+def _put(cache: kvstore.Cache, tokens: npt.NDArray[np.uint32], sources: Blocks) -> None:
+    with cache.reserve(tokens) as reservation:
+        for block, source in zip(reservation.blocks(), sources, strict=True):
+            block.write(source)
+        stored = reservation.commit()
+    assert stored
+
+
+def _get(cache: kvstore.Cache, tokens: npt.NDArray[np.uint32], targets: Blocks) -> None:
+    with cache.acquire(tokens) as hit:
+        for block, target in zip(hit.blocks(), targets, strict=True):
+            np.copyto(target, block.array)
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """Changes state: runs two daemons.
+
+    2 MiB figures lie flat, 736 KiB ones under `kib736`, batches of one under `batch1` of each.
+    """
+    results: dict[str, Any] = {}
+    with Daemon("1GiB") as summed, Daemon("1GiB", "--memory.checksums", "false") as unsummed:
+        clients = [kvstore.connect(daemon.address, deadline_ms=5000) for daemon in (summed, unsummed)]
+        _wait_ready(clients)
+        for block_kib, place in ((2048, results), (736, results.setdefault("kib736", {}))):
+            caches = [client.attach(spec_of(block_kib)) for client in clients]
+            for batch, figures in ((BATCH, place), (1, place.setdefault("batch1", {}))):
+                runs = Rounds(caches[0], caches[1], batch)
+                runs.run(rounds, warm_up=rounds // 4 + 1)
+                figures.update(runs.figures())
+        for client in clients:
+            client.close()
+    return results
+
+
+def _wait_ready(clients: list[kvstore.Client]) -> None:
+    """A slab is usable at once, but this measures the steady state: all its memory is there and mapped."""
+    for client in clients:
+        while (memory := client.status()["daemon"]["memory"])["extents_ready"] < memory["extents"]:
+            time.sleep(0.1)
+    time.sleep(1.0)
+
+
+def bars(results: dict[str, Any]) -> list[Bar]:
+    """Query. The bars hold for batches of 32, for both block sizes."""
+    found = []
+    for at, figures in (("", results), ("kib736.", results["kib736"])):
+        found += [at_least(f"{at}{side}_ratio", figures[f"{side}_ratio"], bar) for side, bar in BARS.items()]
+    return found
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=24, help="counted rounds for each size and batch")
+    given = options.parse_args()
+    results = measure(given.rounds)
+    return finish("copy_rate", results, bars(results), as_json=given.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
