@@ -7,6 +7,7 @@ round. The blocks of consecutive rounds are different ones, more than a last-lev
 was not used a millisecond ago. Each side runs on one thread. Bytes are compared after the last round.
 """
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -21,9 +22,11 @@ from benchmarks.report import Bar, at_least, finish, parser, ratios, spread
 
 BATCH = 32
 POOL_NBYTES = 512 << 20  # source arrays, and as many targets: several times a last-level cache
+ALIGN_NBYTES = 64
 SIDES = ("memcpy", "put", "put_nosum", "get")
 BARS = {"put": 0.75, "put_nosum": 0.85, "get": 0.85}
 Blocks = list[npt.NDArray[Any]]
+_random = np.random.default_rng(0)
 
 
 def spec_of(block_kib: int) -> kvstore.KVSpec:
@@ -45,9 +48,9 @@ class Rounds:
         self._spec = spec
         shape = spec.array_shape(spec.block_tokens)
         count = max(batch, POOL_NBYTES // spec.block_nbytes // batch * batch)
-        bits = np.random.default_rng(0).integers(0, 1 << 16, (count, *shape), dtype=np.uint16)
-        self._sources: Blocks = list(bits.view(spec.numpy_dtype))
-        self._targets: Blocks = list(np.zeros((count, *shape), spec.numpy_dtype))
+        self._sources, self._copies, self._targets = (_pool(count, shape, spec.numpy_dtype) for _ in range(3))
+        for source in self._sources:
+            source.view(np.uint16)[...] = _random.integers(0, 1 << 16, shape, dtype=np.uint16)
         self.seconds: dict[str, list[float]] = {side: [] for side in SIDES}
 
     def run(self, rounds: int, warm_up: int) -> None:
@@ -62,16 +65,17 @@ class Rounds:
 
     def _round(self, number: int) -> dict[str, float]:
         at = number * self._batch % len(self._sources)
-        sources, targets = (blocks[at : at + self._batch] for blocks in (self._sources, self._targets))
+        pools = (self._sources, self._copies, self._targets)
+        sources, copies, targets = (pool[at : at + self._batch] for pool in pools)
+        for target in targets:
+            target.view(np.uint16)[...] = 0  # so that a copy which did not happen shows
         tokens = np.arange(self._batch * self._spec.block_tokens, dtype=np.uint32) + 1_000_000 * number
         times = {
-            "memcpy": _timed(lambda: _copy(sources, targets)),
+            "memcpy": _timed(lambda: _copy(sources, copies)),
             "put": _timed(lambda: _put(self._summed, tokens, sources)),
             "put_nosum": _timed(lambda: _put(self._unsummed, tokens, sources)),
+            "get": _timed(lambda: _get(self._summed, tokens, targets)),
         }
-        for target in targets:
-            target.view(np.uint16)[...] = 0
-        times["get"] = _timed(lambda: _get(self._summed, tokens, targets))
         self._verify(number, sources, targets)
         return times
 
@@ -93,6 +97,15 @@ class Rounds:
         for source, target in zip(sources, targets, strict=True):
             if not np.array_equal(source.view(np.uint16), target.view(np.uint16)):
                 raise AssertionError(f"round {number}: the bytes that came back are not the bytes that were stored")
+
+
+def _pool(count: int, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Blocks:
+    """Touched arrays on 64-byte boundaries, as torch and CUDA allocate them; numpy's own start 16 bytes past one, which
+    halves the speed of a copy from a page-aligned source on some processors (docs/measurements.md)."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = np.ones(count * nbytes + ALIGN_NBYTES, np.uint8)
+    first = -memory.ctypes.data % ALIGN_NBYTES
+    return list(memory[first : first + count * nbytes].view(dtype).reshape(count, *shape))
 
 
 def _timed(work: Callable[[], None]) -> float:

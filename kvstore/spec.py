@@ -66,7 +66,9 @@ class KVSpec(Struct, frozen=True, kw_only=True, dict=True):
     def _contradictions(self) -> list[tuple[bool, str]]:
         opaque = self.layout != CANONICAL
         heads = self.num_kv_heads
+        texts = [(name, text) for name, text in msgspec.structs.asdict(self).items() if isinstance(text, str)]
         return [
+            *((not _is_utf8(text), f"{name}={text!r} is no text in UTF-8") for name, text in texts),
             (self.dtype not in NUMPY_DTYPES, f"dtype={self.dtype!r} is not one of {', '.join(NUMPY_DTYPES)}"),
             (
                 self.block_tokens > BLOCK_TOKENS_MAX,
@@ -137,6 +139,10 @@ class KVSpec(Struct, frozen=True, kw_only=True, dict=True):
     def fingerprint(self) -> bytes:
         """32 bytes: SHA-256 of the MessagePack of all fields, sorted by name."""
         return hashlib.sha256(msgspec.msgpack.encode(sorted(msgspec.structs.asdict(self).items()))).digest()
+
+
+def _is_utf8(text: str) -> bool:
+    return not any("\ud800" <= each <= "\udfff" for each in text)
 
 
 def encode_spec(spec: KVSpec) -> bytes:

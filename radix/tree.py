@@ -131,17 +131,16 @@ class PrefixTree:
     def pin(self, match: Match, max_blocks: int | None = None) -> Pin:
         """Changes state. Forbid to forget what `match` found, at most `max_blocks` blocks, the partial one counted.
 
-        The match must be of the tree as it is now. All of a partial block's run is held, but counts as used only where
-        it is that block alone: the rest of the run was not.
+        The match must be of the tree as it is now. Runs are cut where the pin ends, so that it holds and marks as used
+        what was found and nothing else.
         """
         assert match.shape == self._shape, "the tree changed since this match"
         if max_blocks is not None:
             match = match.shortened(max_blocks)
-        end = touched = self._end_at(match.node, match.depth)
+        end = self._end_at(match.node, match.depth)
         if match.partial is not None:
-            end = match.partial
-            touched = end if len(end.slots) == 1 else touched
-        self._touch(touched)
+            end = self._end_at(match.partial, 1)  # after the cut above, it is the first of its run
+        self._touch(end)
         for node in end.path():
             if not node.pins:
                 self._groups[node.group].num_evictable -= len(node.slots)
@@ -245,9 +244,8 @@ class PrefixTree:
 
     def _append(self, parent: Node, hashes: bytes, slots: "array[int]", symbols: bytes) -> Node:
         """Changes state. Put whole blocks behind `parent`, into its run if nothing else follows. Where they are."""
-        ends_open = parent.parent is not None and not parent.children
-        # A lease on a detached child counts blocks through this run: it must not get longer under it.
-        if not ends_open or any(node.parent is parent for node in self._detached):
+        # A pinned run must not get longer: its leases would hold what they did not ask for.
+        if parent.parent is None or parent.children or parent.pins:
             return self._add_child(parent, hashes, slots, symbols)
         parent.hashes += hashes
         parent.slots.extend(slots)

@@ -35,6 +35,7 @@ BLOCKS_MAX = 65536
 TOKENS_MAX = 1 << 20
 KEYS_MAX = 1024
 LEASES_PER_NOTICE_MAX = 4096
+SPEC_NBYTES_MAX = 65536
 MESSAGE_NBYTES_MAX = 8 << 20
 SECONDS_MAX = 1e9
 MS_MAX = 1e12
@@ -85,7 +86,7 @@ class Hello(Request, frozen=True, tag=1):
 
 class Attach(Request, frozen=True, tag=2):
     session: Id
-    spec: Annotated[bytes, Meta(max_length=8192)]
+    spec: Annotated[bytes, Meta(max_length=SPEC_NBYTES_MAX)]
 
 
 class Find(Request, frozen=True, tag=3):

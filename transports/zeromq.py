@@ -84,7 +84,8 @@ class ZmqListener:
 
     def send(self, peer: PeerId, frame: bytes) -> bool:
         try:
-            self._socket.send_multipart((peer, frame), zmq.NOBLOCK)
+            self._socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
+            self._socket.send(frame, zmq.NOBLOCK)
         except zmq.ZMQError as exc:
             if exc.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 return False

@@ -4,11 +4,11 @@ Header page, little endian (4,096 bytes; identity first, so that a reader compar
 
     offset  bytes  identity                          offset  bytes  state
          0      8  magic                               2160      8  payload_nbytes
-         8      4  version                             2168      8  generation of the reservation that filled it
-        12      4  num_tokens                          2176      8  XXH3-64 of bytes [0, 2176)
+         8      4  version                             2168      8  XXH3-64 of bytes [0, 2168)
+        12      4  num_tokens                          2176      8  generation of the reservation that filled it
         16     32  fingerprint of the KVSpec           2184      4  num_rects (0: no checksums yet)
         48     16  block hash                          2188    108  zero
-        64     16  parent's hash                       2296      8  XXH3-64 of the rectangles
+        64     16  parent's hash                       2296      8  XXH3-64 of [2176, 2296) and the rectangles
         80     16  keys digest                         2304     14  per rectangle: sum u64, then four 12-bit numbers:
         96      4  keys start                                       first layer, layers, first head, heads
        100      4  number of the block in its chain
@@ -36,18 +36,19 @@ MAGIC = b"KVSLOT\r\n"
 VERSION = 1
 
 TOKENS_OFFSET = 112
-STATE_OFFSET = 2160
-IDENTITY_SUM_OFFSET = 2176
-RECT_COUNT_OFFSET = 2184
-RECT_SUM_OFFSET = 2296
+NBYTES_OFFSET = 2160
+IDENTITY_SUM_OFFSET = 2168
+STATE_OFFSET = 2176
+STATE_SUM_OFFSET = 2296
 RECTS_OFFSET = 2304
 RECT_NBYTES = 14
 
 _FIXED = struct.Struct("<8sII32s16s16s16sII8x")
-_STATE = struct.Struct("<QQQ")
-_RECT_HEAD = struct.Struct("<I108xQ")
+_SIZE = struct.Struct("<QQ")
+_STATE = struct.Struct("<QI108x")
 assert _FIXED.size == TOKENS_OFFSET
-assert RECT_COUNT_OFFSET + _RECT_HEAD.size == RECTS_OFFSET
+assert NBYTES_OFFSET + _SIZE.size == STATE_OFFSET
+assert STATE_OFFSET + _STATE.size == STATE_SUM_OFFSET
 assert RECTS_OFFSET + RECTS_MAX * RECT_NBYTES == HEADER_NBYTES
 
 
@@ -103,19 +104,19 @@ def identity_bytes(identity: Identity) -> bytes:
 
 
 def identity_rows(
-    fingerprint: bytes, parent: bytes, hashes: bytes, tokens: bytes, block_tokens: int, first: int
+    fingerprint: bytes, root: bytes, hashes: bytes, tokens: bytes, block_tokens: int
 ) -> npt.NDArray[np.void]:
-    """Query. `identity_bytes` of whole blocks without extra keys, one row each: [B] of 112 + 4T bytes.
+    """Query. `identity_bytes` of a chain of whole blocks without extra keys, one row each: [B] of 112 + 4T bytes.
 
-    `parent`: hash before the first of `hashes`. `tokens`: u32le, B x T of them. `first`: number of the first block.
+    `root`: hash before the first of `hashes`. `tokens`: u32le, B x T of them.
     """
     rows = np.zeros(len(hashes) // 16, _identity_dtype(block_tokens))
-    chain = np.frombuffer(parent + hashes, "V16")
+    chain = np.frombuffer(root + hashes, "V16")
     rows["magic"], rows["version"], rows["num_tokens"] = MAGIC, VERSION, block_tokens
     rows["fingerprint"] = np.frombuffer(fingerprint, "V32")
     rows["block_hash"], rows["parent"] = chain[1:], chain[:-1]
     rows["keys_start"] = block_tokens
-    rows["number"] = np.arange(first, first + len(rows))
+    rows["number"] = np.arange(len(rows))
     rows["tokens"] = np.frombuffer(tokens, "<u4").reshape(len(rows), block_tokens)
     return rows
 
@@ -128,26 +129,28 @@ def _identity_dtype(block_tokens: int) -> np.dtype[np.void]:
     return np.dtype([("magic", "S8"), ("version", "<u4"), ("num_tokens", "<u4"), *texts, *numbers])
 
 
-def header_head(identity: bytes, payload_nbytes: int, generation: int) -> bytes:
-    """Query. Header bytes [0, RECT_COUNT_OFFSET), from `identity_bytes`."""
-    body = identity.ljust(STATE_OFFSET, b"\0") + struct.pack("<QQ", payload_nbytes, generation)
+def header_head(identity: bytes, payload_nbytes: int) -> bytes:
+    """Query. Header bytes [0, STATE_OFFSET), from `identity_bytes`."""
+    body = identity.ljust(NBYTES_OFFSET, b"\0") + struct.pack("<Q", payload_nbytes)
     return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
 
 
-def header_heads(identities: npt.NDArray[np.void], payload_nbytes: int, generation: int) -> list[bytes]:
+def header_heads(identities: npt.NDArray[np.void], payload_nbytes: int) -> list[bytes]:
     """Query. `header_head` of each row of `identity_rows`."""
-    rows = np.zeros((len(identities), RECT_COUNT_OFFSET), np.uint8)
-    rows[:, : identities.dtype.itemsize] = identities.view(np.uint8).reshape(len(identities), -1)
-    rows[:, STATE_OFFSET:IDENTITY_SUM_OFFSET] = np.frombuffer(struct.pack("<QQ", payload_nbytes, generation), np.uint8)
-    sums = [xxhash.xxh3_64_intdigest(row[:IDENTITY_SUM_OFFSET].data) for row in rows]
-    rows[:, IDENTITY_SUM_OFFSET:] = np.array(sums, "<u8").view(np.uint8).reshape(len(rows), 8)
+    count, nbytes = len(identities), identities.dtype.itemsize
+    rows = np.zeros((count, STATE_OFFSET), np.uint8)
+    rows[:, :nbytes] = identities.view(np.uint8).reshape(count, nbytes)
+    rows[:, NBYTES_OFFSET:IDENTITY_SUM_OFFSET] = np.frombuffer(struct.pack("<Q", payload_nbytes), np.uint8)
+    sums = [xxhash.xxh3_64_intdigest(row.data) for row in rows[:, :IDENTITY_SUM_OFFSET]]
+    rows[:, IDENTITY_SUM_OFFSET:] = np.array(sums, "<u8").view(np.uint8).reshape(count, 8)
     return [row.tobytes() for row in rows]
 
 
-def header_rects(rects: tuple[Rect, ...]) -> bytes:
-    """Query. Header bytes [RECT_COUNT_OFFSET, ...) for these rectangles; none means: no checksums."""
+def header_state(generation: int, rects: tuple[Rect, ...]) -> bytes:
+    """Query. Header bytes [STATE_OFFSET, ...): the reservation that filled the slot, and its checksums, if any."""
+    state = _STATE.pack(generation, len(rects))
     packed = b"".join([rect.sum.to_bytes(8, "little") + _pack_ranges(rect.layers, rect.heads) for rect in rects])
-    return _RECT_HEAD.pack(len(rects), xxhash.xxh3_64_intdigest(packed)) + packed
+    return state + struct.pack("<Q", xxhash.xxh3_64_intdigest(state + packed)) + packed
 
 
 @lru_cache(maxsize=1024)
@@ -167,15 +170,16 @@ def _unpack_rect(data: bytes) -> Rect:
 def parse_header(page: bytes) -> Header | None:
     """Query. The header of a slot, or None when any part of it is not what was written (class COR)."""
     assert len(page) == HEADER_NBYTES
-    payload_nbytes, generation, identity_sum = _STATE.unpack_from(page, STATE_OFFSET)
+    payload_nbytes, identity_sum = _SIZE.unpack_from(page, NBYTES_OFFSET)
     if xxhash.xxh3_64_intdigest(page[:IDENTITY_SUM_OFFSET]) != identity_sum:
         return None
     magic, version, num_tokens, fingerprint, block_hash, parent, digest, keys_start, number = _FIXED.unpack_from(page)
-    num_rects, rect_sum = _RECT_HEAD.unpack_from(page, RECT_COUNT_OFFSET)
+    generation, num_rects = _STATE.unpack_from(page, STATE_OFFSET)
     if magic != MAGIC or version != VERSION or num_tokens > BLOCK_TOKENS_MAX or num_rects > RECTS_MAX:
         return None
     packed = page[RECTS_OFFSET : RECTS_OFFSET + num_rects * RECT_NBYTES]
-    if xxhash.xxh3_64_intdigest(packed) != rect_sum:
+    state_sum = int.from_bytes(page[STATE_SUM_OFFSET:RECTS_OFFSET], "little")
+    if xxhash.xxh3_64_intdigest(page[STATE_OFFSET:STATE_SUM_OFFSET] + packed) != state_sum:
         return None
     tokens = page[TOKENS_OFFSET : TOKENS_OFFSET + 4 * num_tokens]
     identity = Identity(fingerprint, block_hash, parent, number, tokens, keys_start, digest)

@@ -120,6 +120,7 @@ class SlotPool:
         """Changes state. AssertionError on a slot that is not taken: that is a bug, never handled."""
         for slot in slots:
             number, index = divmod(slot, SLOTS_PER_EXTENT_MAX)
+            assert number in self._extents, f"slot {slot} is of a free extent"
             extent, slot_nbytes = self._extents[number], int(self._class_of[number])
             assert extent.taken[index], f"slot {slot} is given back twice"
             extent.taken[index] = 0

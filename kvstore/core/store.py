@@ -19,9 +19,10 @@ from kvstore.core.stats import Stats
 from kvstore.core.tier import Tables, Tier
 from kvstore.errors import KVStoreError, SessionLost, SpecMismatch
 from kvstore.spec import KVSpec
-from radix import HashKind, Match, Pin, block_symbols_of, keys_digest, root_hash
+from radix import HashKind, Match, Pin, block_symbols_of, common_tokens, keys_digest, root_hash
 
 SESSIONS_MAX = 1024
+SESSION_ID_SHIFT = 15  # generations are nanoseconds: 33 us apart, ids differ, and they fit 47 bits until the year 2116
 SPECS_MAX = 65536
 QUARANTINE_MS = 10_000.0
 DISCARD_REASONS = ("header", "checksum", "tokens")
@@ -87,7 +88,7 @@ class Store:
         self._spec_ids: dict[bytes, int] = {}
         self._sessions: dict[int, Session] = {}
         self._free_numbers = list(range(SESSIONS_MAX))[::-1]
-        self._num_opened = 0
+        self._last_session = generation >> SESSION_ID_SHIFT  # so no id of an earlier daemon is used again
         self._quarantine: deque[tuple[float, array[int]]] = deque()
         self._transfers: list[SumBlocks] = []
         self._summing: dict[int, Pin] = {}
@@ -95,14 +96,18 @@ class Store:
 
     # Sessions and specs
 
-    def open_session(self) -> Session | None:
-        """Changes state. A new session, or None when SESSIONS_MAX processes are connected."""
-        if not self._free_numbers:
+    def open_session(self, is_held: Callable[[int], bool] = lambda _: False) -> Session | None:
+        """Changes state. A new session, or None when SESSIONS_MAX processes are connected.
+
+        `is_held`: whether a process still holds a number, since an earlier daemon gave it.
+        """
+        number = next((number for number in reversed(self._free_numbers) if not is_held(number)), None)
+        if number is None:
             return None
-        self._num_opened += 1
+        self._free_numbers.remove(number)
+        self._last_session += 1
         self.stats.sessions_opened += 1
-        number = self._free_numbers.pop()
-        session = Session(id=self._num_opened << 16 | number, number=number)
+        session = Session(id=self._last_session << 16 | number, number=number)
         self._sessions[session.id] = session
         return session
 
@@ -222,13 +227,23 @@ class Store:
         num_blocks = len(hashes) // HASH_NBYTES
         match = self.memory.match(entry.root, hashes, lambda index: tail if index == num_blocks - 1 else b"")
         done = match.num_blocks
-        if tail and done == num_blocks - 1 and 4 * match.partial_tokens >= len(tail):
+        if tail and done == num_blocks - 1 and match.partial_tokens == common_tokens(tail, tail):
             done = num_blocks  # a longer block begins with exactly this tail
         start_token = done * entry.spec.block_tokens
         wanted = num_blocks - done
         if wanted == 0 or start_token < start:
             return Grant(start_token, b"", 0, wanted)
         return self._reserve(session, entry, reservation_id, hashes, match._replace(partial=None), wanted, bool(tail))
+
+    def sealable(self, session_id: int, reservation_id: int, count: int) -> int:
+        """Query. How many of the first `count` reserved blocks `commit` would leave cached: all, or none.
+
+        None of a reservation that has ended, and none if the chain it goes on from was discarded meanwhile.
+        """
+        reservation = self.session(session_id).reservations.get(reservation_id)
+        if reservation is None or reservation.parent.node.detached:
+            return 0
+        return min(count, len(reservation.slots))
 
     def commit(self, session_id: int, reservation_id: int, summed: bytes, *, keep: bool = False) -> int:
         """Changes state. Seal what was reserved; the number of blocks that are cached now because of it.
@@ -245,6 +260,7 @@ class Store:
         slots, dropped = reservation.slots[:count], reservation.slots[count:]
         hashes = reservation.hashes[: (reservation.start + count) * HASH_NBYTES]
         short = reservation.short and not dropped
+        self.memory.unpin(reservation.parent)  # nothing is evicted before the insert, and only a free run may grow
         inserted = self.memory.insert(entry.root, hashes, reservation.start, slots, short=short)
         self._count_commit(entry, inserted.inserted, len(inserted.unused))
         unused = array("I", inserted.unused) + dropped
@@ -258,7 +274,6 @@ class Store:
             session.add_lease(reservation_id, self._lease_of_own(entry, hashes, unused))
         else:
             self.memory.give_back(unused)
-        self.memory.unpin(reservation.parent)
         return inserted.inserted
 
     def abort(self, session_id: int, reservation_id: int) -> None:
@@ -342,6 +357,8 @@ class Store:
         if not num_blocks or len(session.leases) == LEASES_MAX:
             return None
         room = self._room_blocks(session, entry)
+        if room < num_blocks:  # what the session holds already costs it nothing
+            room += self.memory.held_blocks(match, [lease.pin for lease in session.leases.values()])
         if room < num_blocks:
             self.stats.hits_shortened += 1
             if not room:

@@ -43,7 +43,9 @@ class Tier:
         self.pool = SlotPool(extent_nbytes, tables.extents)
         self.tree = PrefixTree(symbols_of)
         self._symbols_of = symbols_of
-        self._table = tables.slots
+        self._state = tables.slots["state"]
+        self._owner = tables.slots["owner"]
+        self._slot_generation = tables.slots["generation"]
         self._generation = generation
         self.num_evicted = 0
         self._evicted_since_look: dict[int, int] = {}  # slot_nbytes -> blocks evicted since extents were compared
@@ -82,9 +84,9 @@ class Tier:
         assert slots is not None
         self._generation += 1
         rows = _indices(slots)
-        self._table["state"][rows] = RESERVED
-        self._table["owner"][rows] = owner
-        self._table["generation"][rows] = self._generation
+        self._state[rows] = RESERVED
+        self._owner[rows] = owner
+        self._slot_generation[rows] = self._generation
         return slots, self._generation
 
     def available(self, slot_nbytes: int) -> int:
@@ -108,7 +110,7 @@ class Tier:
             root, hashes, start, slots, lambda block: self._symbols_of(slots[block - start]), short
         )
         unused = set(inserted.unused)
-        self._table["state"][_indices(array("I", (slot for slot in slots if slot not in unused)))] = SEALED
+        self._state[_indices(array("I", (slot for slot in slots if slot not in unused)))] = SEALED
         self._free(inserted.freed)
         return inserted
 
@@ -127,15 +129,12 @@ class Tier:
 
     def distinct_blocks(self, pins: Iterable[Pin]) -> int:
         """Query. Blocks that at least one of these pins holds."""
-        seen: set[int] = set()
-        blocks = 0
-        for pin in pins:
-            node: Node | None = pin.node
-            while node is not None and node.id not in seen:
-                seen.add(node.id)
-                blocks += len(node.slots)
-                node = node.parent
-        return blocks
+        return sum(len(node.slots) for node in _held_by(pins))
+
+    def held_blocks(self, match: Match, pins: Iterable[Pin]) -> int:
+        """Query. Leading blocks of a match that one of these pins holds already."""
+        held = _held_by(pins)
+        return min(match.num_blocks, sum(len(node.slots) for node in match.node.path() if node in held))
 
     def slot_nbytes_of(self, slot: int) -> int:
         """Query. The class of a slot that is not free."""
@@ -155,15 +154,15 @@ class Tier:
         self.pool.check()
         for slot_nbytes in self.pool.classes:
             assert min(self.counts(slot_nbytes)) >= 0
-        sealed = int((self._table["state"] == SEALED).sum())
+        sealed = int((self._state == SEALED).sum())
         assert sealed == sum(self.tree.num_blocks(size) for size in self.pool.classes)
-        not_free = int((self._table["state"] != FREE).sum())
+        not_free = int((self._state != FREE).sum())
         assert not_free == sum(self.pool.num_taken(size) for size in self.pool.classes)
 
     def _free(self, slots: Iterable[int]) -> None:
         slots = array("I", slots)
         if slots:
-            self._table["state"][_indices(slots)] = FREE
+            self._state[_indices(slots)] = FREE
             self.pool.give_back(slots)
 
     def _make_room(self, slot_nbytes: int, count: int) -> bool:
@@ -214,7 +213,17 @@ class Tier:
         if self.pool.class_of(extent) == slot_nbytes:
             return False
         rows = slice(extent * SLOTS_PER_EXTENT_MAX, (extent + 1) * SLOTS_PER_EXTENT_MAX)
-        return not bool((self._table["state"][rows] == RESERVED).any())
+        return not bool((self._state[rows] == RESERVED).any())
+
+
+def _held_by(pins: Iterable[Pin]) -> set[Node]:
+    held: set[Node] = set()
+    for pin in pins:
+        node: Node | None = pin.node
+        while node is not None and node not in held:
+            held.add(node)
+            node = node.parent
+    return held
 
 
 def _indices(slots: array[int]) -> npt.NDArray[np.uint32]:

@@ -16,6 +16,7 @@ import errno
 import mmap
 import os
 import struct
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,7 +73,7 @@ class Slab:
     def __init__(self, fd: int, geometry: Geometry) -> None:
         """Takes over `fd`."""
         self.geometry = geometry
-        self._fd = fd
+        self._fd: int | None = fd
         self._map = mmap.mmap(fd, geometry.file_nbytes)
         self._bytes = np.frombuffer(self._map, np.uint8)
         self._address = self._bytes.ctypes.data
@@ -102,14 +103,20 @@ class Slab:
         if len(superblock) < _SUPERBLOCK.size:
             superblock = bytes(_SUPERBLOCK.size)
         magic, version, found_epoch, num_extents, extent_nbytes = _SUPERBLOCK.unpack(superblock)
-        if (magic, version, found_epoch) != (MAGIC, VERSION, epoch):
-            os.close(fd)
-            raise TierUnavailable(f"slab {path}: not the slab of this daemon (version {version})")
-        return cls(fd, Geometry(num_extents, extent_nbytes))
+        try:
+            if (magic, version, found_epoch) != (MAGIC, VERSION, epoch):
+                raise TierUnavailable(f"slab {path}: not the slab of this daemon (version {version})")
+            slab = cls(fd, Geometry(num_extents, extent_nbytes))
+        except (OSError, ValueError) as exc:  # no address space, or a file that was cut
+            raise TierUnavailable(f"slab {path}: {exc}") from exc
+        finally:
+            os.close(fd)  # the mapping has its own
+        slab._fd = None
+        return slab
 
-    @property
+    @cached_property
     def tables(self) -> Tables:
-        """Query. The tables as arrays on the slab."""
+        """The tables as arrays on the slab."""
         at, count = self.geometry.extent_table_offset, self.geometry.num_extents
         extents = np.frombuffer(self._map, np.uint64, count, at)
         slots = np.frombuffer(self._map, SLOT_ROW, count * SLOTS_PER_EXTENT_MAX, self.geometry.slot_table_offset)
@@ -130,6 +137,7 @@ class Slab:
         TierUnavailable when there are none.
         """
         offset = self._extent_offset(extent)
+        assert self._fd is not None, "only the owner of an open slab allocates"
         try:
             os.posix_fallocate(self._fd, offset, self.geometry.extent_nbytes)
         except OSError as exc:
@@ -189,8 +197,10 @@ class Slab:
         return parse_header(self.read(self.offset(slot, slot_nbytes), HEADER_NBYTES))
 
     def close(self) -> None:
-        """Changes state. The mapping itself goes when the last array on it does."""
-        os.close(self._fd)
+        """Changes state. No more memory is taken; the mapping goes when the last array on it does. Idempotent."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
 
     def _extent_offset(self, extent: int) -> int:
         return self.geometry.data_offset + extent * self.geometry.extent_nbytes

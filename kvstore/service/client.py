@@ -122,7 +122,7 @@ class Cache:
 
         if wait:
             hit = Hit(prompt, hold, None)
-            hit.settle_with(self._link.ask(wire.Acquired, make, deadline_ms))
+            hit.settle_with(self._link.ask(wire.Acquired, make, deadline_ms, lambda: prompt.whole_identities))
         else:
             hit = Hit(prompt, hold, self._link.ask_later(make, deadline_ms))
         if request_id is not None:
@@ -202,7 +202,7 @@ class Cache:
         def make(request_id: int) -> wire.Request:
             return wire.Reserve(request_id, session.id, spec_id, number, hashes, start, tail)
 
-        return self._link.ask(wire.Reserved, make)
+        return self._link.ask(wire.Reserved, make, meanwhile=lambda: prompt.header_heads)
 
     def _known_hit(self, request_id: str | None, prompt: Prompt) -> Hit | None:
         if request_id is None:

@@ -68,7 +68,8 @@ class Daemon:
         epoch = time.time_ns()
         self.slab_path = folder.slab_path(epoch)
         slab = Slab.create(folder.new_slab(epoch), geometry_for(memory.capacity), epoch)
-        self.service = Service(config, slab, epoch, self.slab_path, folder.sessions_path, self._clock, self._watch)
+        paths = self.slab_path, folder.sessions_path
+        self.service = Service(config, slab, epoch, *paths, self._clock, self._watch, self._sessions_file.is_held)
         held.callback(self.service.close)
 
     def run(self) -> None:

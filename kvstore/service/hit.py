@@ -139,8 +139,8 @@ class Hit:
     def _plausible(self, reply: wire.Acquired) -> bool:
         """A daemon's answer is used as an index into shared memory, so it is checked first."""
         spec, slab = self.prompt.spec, self.hold.session.slab
-        num_slots = len(reply.slots) // 4
-        if not 0 < reply.num_tokens <= min(self.prompt.num_tokens, num_slots * spec.block_tokens):
+        num_blocks = -(-reply.num_tokens // spec.block_tokens)
+        if not 0 < reply.num_tokens <= self.prompt.num_tokens or len(reply.slots) != 4 * num_blocks:
             return False
         offsets = slab.offsets(reply.slots, spec.slot_nbytes)
         self.offsets = offsets.tolist()
@@ -174,7 +174,8 @@ class Hit:
             num_tokens = min(self._planned - number * block_tokens, block_tokens)
             stored_tokens = self._stored_tokens(number, num_tokens)
             if stored_tokens is None:
-                self.hold.link.notify(wire.Discard(self.hold.session.id, self.hold.number, number, "header"))
+                if self.hold.can_be_told:
+                    self.hold.link.notify(wire.Discard(self.hold.session.id, self.hold.number, number, "header"))
                 return
             self._verified.append(Block(self, number, num_tokens, stored_tokens))
 
@@ -182,9 +183,10 @@ class Hit:
         """All leading whole blocks in one comparison; how many of them are right."""
         block_tokens = self.prompt.spec.block_tokens
         count = self._planned // block_tokens
-        expected = self.prompt.whole_identities(0, count)
+        expected = self.prompt.whole_identities
         if expected is None or not count:
             return 0
+        expected = expected[:count]
         nbytes = expected.dtype.itemsize
         found = self.hold.session.slab.read_rows(np.array(self.offsets[:count]), nbytes)
         same = (found == expected.view(np.uint8).reshape(count, nbytes)).all(axis=1)

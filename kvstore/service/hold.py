@@ -43,9 +43,14 @@ class Hold:
         return self._let_go
 
     @property
+    def can_be_told(self) -> bool:
+        """Query. Whether the daemon that gave it is still the one we talk to."""
+        return self.link.usable and self.session is self.link.session
+
+    @property
     def has_views(self) -> bool:
         """Query. Whether an array lent under this hold is alive."""
-        return bool(self._lent)
+        return any(lent() is not None for lent in list(self._lent.values()))
 
     def becomes_lease(self, *, surely: bool) -> None:
         """Changes state. A commit turned the reservation into a lease of the same number; if that is not sure, both are
@@ -75,8 +80,9 @@ class Hold:
         """Changes state. The owner is done. Idempotent."""
         if self._let_go:
             return
+        self.session.lingering.add(self)  # first: the last array may go on another thread meanwhile
         self._let_go = True
-        if self._lent:
+        if self.has_views:
             _say_once()
         else:
             self._end()
@@ -94,11 +100,12 @@ class Hold:
             self._end()
 
     def _end(self) -> None:
+        self.session.lingering.discard(self)
         self.session.end(self.number, *self._ends)
 
 
 class _Lent(weakref.ref[Buffer]):
-    """A lent buffer. It holds the Hold, which so outlives a Hit that the caller has dropped."""
+    """A lent buffer. It knows the Hold that the buffer comes back to."""
 
     __slots__ = ("hold", "number")
     hold: Hold

@@ -45,8 +45,10 @@ class Session:
 
     welcome: wire.Welcome
     slab: Slab
+    lock_fd: int | None  # of the sessions file; None in an embedded store
     attached: dict[bytes, wire.Attached] = field(default_factory=dict)  # by the spec's fingerprint
     in_use: set[int] = field(default_factory=set)  # leases and reservations that have not ended
+    lingering: set[object] = field(default_factory=set)  # holds that wait for their arrays: nothing else keeps them
     ended_leases: deque[int] = field(default_factory=deque)  # ended here, not yet said: bounded by in_use's history
     ended_reservations: deque[int] = field(default_factory=deque)
     num_populated: int = 0  # extents mapped into this process
@@ -54,6 +56,11 @@ class Session:
     @property
     def id(self) -> int:
         return self.welcome.session
+
+    def let_go(self) -> None:
+        """Changes state. This process holds it no more."""
+        if self.lock_fd is not None:
+            let_session_go(self.lock_fd, self.id & 0xFFFF)
 
     def end(self, number: int, *kinds: str) -> None:
         """Changes state. Note the end of a LEASE, a RESERVATION, or whichever it is. Safe in a finaliser."""
@@ -124,16 +131,22 @@ class Link:
         """Changes state. An id for a lease or reservation, unique in this process."""
         return next(self._ids)
 
-    def ask(self, kind: type[R], make: Callable[[int], wire.Request], deadline_ms: float | None = None) -> R | None:
-        """Changes state. Send a request and wait for its reply;
+    def ask(
+        self,
+        kind: type[R],
+        make: Callable[[int], wire.Request],
+        deadline_ms: float | None = None,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> R | None:
+        """Changes state. Send a request and wait for its reply; None for everything else, by the deadline.
 
-        None for everything else, at the deadline at the latest.
+        `meanwhile`: work of the caller's that is done while the daemon does its own.
         """
         due_ms = self._due_ms(deadline_ms)
         if not self.usable or not self._lock_until(due_ms):
             return None
         try:
-            reply = self._request(make, due_ms)
+            reply = self._request(make, due_ms, meanwhile)
             if reply is None:
                 self._trip("no answer within the deadline")
             return self._expected(kind, reply)
@@ -154,7 +167,7 @@ class Link:
     def poll(self, kind: type[R], pending: Pending, wait_ms: float = 0.0) -> tuple[bool, R | None]:
         """Changes state. (settled, reply) of a pending request, after at most `wait_ms`."""
         until_ms = min(self._clock.now_ms() + wait_ms, pending.due_ms)
-        if os.getpid() != self._pid:
+        if self._gone or os.getpid() != self._pid:
             return True, None
         if not self._lock_until(until_ms):
             return self._clock.now_ms() >= pending.due_ms, None
@@ -180,12 +193,8 @@ class Link:
                 self._lock.release()
 
     def flush(self) -> None:
-        """Changes state. Say what has ended, unless another thread is talking: then it or the keeper will."""
-        if self.usable and self._lock.acquire(blocking=False):
-            try:
-                self._flush()
-            finally:
-                self._lock.release()
+        """Changes state. Have said what has ended, without waiting: the next call says it, or the keeper right now."""
+        self._wake.set()
 
     def attach(self, spec: KVSpec) -> None:
         """Changes state. Serve this spec, now and after every reconnect. SpecMismatch or DaemonUnavailable."""
@@ -230,10 +239,14 @@ class Link:
         request_id = self._exchange.begin()
         return request_id if self._send(make(request_id)) else None
 
-    def _request(self, make: Callable[[int], wire.Request], due_ms: float) -> wire.Reply | None:
+    def _request(
+        self, make: Callable[[int], wire.Request], due_ms: float, meanwhile: Callable[[], object] | None
+    ) -> wire.Reply | None:
         request_id = self._send_request(make)
         if request_id is None:
             return None
+        if meanwhile is not None:
+            meanwhile()
         reply = self._receive_until(request_id, due_ms)
         if reply is None:
             self._exchange.forget(request_id)
@@ -301,13 +314,17 @@ class Link:
             time.sleep(0.005)
 
     def _new_session(self, welcome: wire.Welcome, due_ms: float) -> Session:
-        sessions_path = Path(welcome.sessions_path)
         slab = Slab.open(Path(welcome.slab_path), welcome.epoch)
-        if welcome.sessions_path and not hold_session(sessions_path, welcome.session & 0xFFFF):
-            raise DaemonUnavailable(f"another process holds session {welcome.session}")
-        session = Session(welcome, slab)
-        for spec in self._specs.values():
-            self._attach(session, spec, due_ms)
+        lock_fd = None
+        if welcome.sessions_path:
+            lock_fd = hold_session(Path(welcome.sessions_path), welcome.session & 0xFFFF)
+        session = Session(welcome, slab, lock_fd)
+        try:
+            for spec in self._specs.values():
+                self._attach(session, spec, due_ms)
+        except KVStoreError:
+            session.let_go()
+            raise
         return session
 
     def _attach(self, session: Session, spec: KVSpec, due_ms: float) -> None:
@@ -331,8 +348,7 @@ class Link:
             self._flush()
             self._send(wire.Goodbye(session.id))
             self._endpoint.receive(1.0)  # libzmq hands frames over in the background: do not overtake them
-        if session.welcome.sessions_path:
-            let_session_go(Path(session.welcome.sessions_path), session.id & 0xFFFF)
+        session.let_go()
         self._endpoint.close()
         self._gone = True
 
@@ -366,7 +382,10 @@ class Link:
             log.debug("probe failed: %s", exc)
             self._breaker.probe_failed(self._clock.now_ms())
             return
-        self.num_reconnects += session is not self.session
         log.info("daemon answers again epoch=%d session=%d", session.welcome.epoch, session.id)
-        self.session = session
+        if session is not self.session:
+            self.num_reconnects += 1
+            self._exchange.forget_all()  # those replies died with the daemon that was asked
+            self.session.let_go()
+            self.session = session
         self._breaker.heal()

@@ -14,6 +14,8 @@ import struct
 import threading
 from pathlib import Path
 
+from kvstore.errors import DaemonUnavailable
+
 # struct flock of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid
 _FLOCK = struct.Struct("hhqqi4x")
 
@@ -44,20 +46,22 @@ class SessionsFile:
         os.close(self._fd)
 
 
-def hold_session(path: Path, number: int) -> bool:
-    """Changes state. Lock this session's byte for the life of this process; False if another process holds it."""
+def hold_session(path: Path, number: int) -> int:
+    """Changes state. Lock this session's byte for the life of this process; the descriptor that holds it.
+
+    DaemonUnavailable if another process holds it, or the daemon's folder is gone.
+    """
     try:
-        fcntl.lockf(_descriptor(path), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number, os.SEEK_SET)
+        fd = _descriptor(path)
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number, os.SEEK_SET)
     except OSError as exc:
-        if exc.errno in (errno.EACCES, errno.EAGAIN):
-            return False
-        raise
-    return True
+        raise DaemonUnavailable(f"sessions file {path}: {exc.strerror}") from exc
+    return fd
 
 
-def let_session_go(path: Path, number: int) -> None:
+def let_session_go(fd: int, number: int) -> None:
     """Changes state. Unlock a session's byte."""
-    fcntl.lockf(_descriptor(path), fcntl.LOCK_UN, 1, number, os.SEEK_SET)
+    fcntl.lockf(fd, fcntl.LOCK_UN, 1, number, os.SEEK_SET)
 
 
 def _descriptor(path: Path) -> int:

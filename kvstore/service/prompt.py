@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.layout import Identity, identity_rows
+from kvstore.core.layout import Identity, header_head, header_heads, identity_bytes, identity_rows
 from kvstore.spec import KVSpec
 from radix import (
     HASH_NBYTES,
@@ -82,19 +83,29 @@ class Prompt:
         first = block * self.spec.block_tokens
         return block_symbols(self.block_tokens(block), keys_in(self._keys, first, first + self.spec.block_tokens))
 
-    def whole_identities(self, first: int, stop: int) -> npt.NDArray[np.void] | None:
-        """Query. Identity rows of whole blocks [first, stop), all at once; None where extra keys need the slow way."""
+    @cached_property
+    def whole_identities(self) -> npt.NDArray[np.void] | None:
+        """Identity rows of all whole blocks, made at once; None where extra keys need the slow way."""
         if self._keys:
             return None
-        width = 4 * self.spec.block_tokens
+        count = self.num_tokens // self.spec.block_tokens
         return identity_rows(
             self.spec.fingerprint,
-            self.parent_hash(first),
-            self.hashes[first * HASH_NBYTES : stop * HASH_NBYTES],
-            self.tokens[first * width : stop * width],
+            self._root,
+            self.hashes[: count * HASH_NBYTES],
+            self.tokens[: count * 4 * self.spec.block_tokens],
             self.spec.block_tokens,
-            first,
         )
+
+    @cached_property
+    def header_heads(self) -> list[bytes]:
+        """What the headers of all blocks begin with."""
+        rows = self.whole_identities
+        heads = header_heads(rows, self.spec.block_nbytes) if rows is not None else []
+        for block in range(len(heads), self.num_blocks):
+            identity = self.identity(block)
+            heads.append(header_head(identity_bytes(identity), self.spec.payload_nbytes(len(identity.tokens) // 4)))
+        return heads
 
     def identity(self, block: int) -> Identity:
         """Query. What the header of this block must say."""

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.core.layout import RECT_COUNT_OFFSET, Rect, header_head, header_heads, header_rects, identity_bytes
+from kvstore.core.layout import Rect, header_state
 from kvstore.service.hold import Array, Hold
 from kvstore.service.prompt import Prompt
 from kvstore.spec import KVSpec
@@ -21,13 +21,13 @@ PIECE_NBYTES = 1 << 20  # small enough for a cache, large enough for memcpy's fa
 class WritableBlock:
     """A slot to fill: by `write`, or through `array`, or by a device that writes to the array's memory."""
 
-    __slots__ = ("_hold", "_offset", "_spec", "_sums", "is_filled", "num_tokens", "start", "sum")
+    __slots__ = ("_hold", "_spec", "_sums", "is_filled", "num_tokens", "offset", "start", "sum")
 
     def __init__(self, spec: KVSpec, hold: Hold, sums: bool, offset: int, start: int, num_tokens: int) -> None:
         self._spec = spec
         self._hold = hold
         self._sums = sums
-        self._offset = offset
+        self.offset = offset
         self.start = start
         self.num_tokens = num_tokens
         self.is_filled = False
@@ -38,7 +38,7 @@ class WritableBlock:
         """Writable, on the slab, shaped like a hit's. Its checksum is made after commit, off the critical path."""
         spec, count = self._spec, self.num_tokens
         nbytes, shape = spec.payload_nbytes(count), spec.array_shape(count)
-        array = self._hold.lend(self._offset, nbytes, spec.numpy_dtype, shape, writeable=True)
+        array = self._hold.lend(self.offset, nbytes, spec.numpy_dtype, shape, writeable=True)
         self.is_filled, self.sum = True, None
         return array
 
@@ -54,18 +54,19 @@ class WritableBlock:
         if given.shape != shape or given.dtype.itemsize != spec.numpy_dtype.itemsize:
             raise ValueError(f"block.write wants {shape} of {spec.numpy_dtype}, not {given.shape} of {given.dtype}")
         bits = given if given.dtype == spec.numpy_dtype else given.view(spec.numpy_dtype)
-        target = self._hold.session.slab.payload(self._offset, spec.payload_nbytes(self.num_tokens))
+        target = self._hold.session.slab.payload(self.offset, spec.payload_nbytes(self.num_tokens))
         if self._sums:
             self.sum = _copy_and_sum(bits, target)
         else:
             np.copyto(target.view(spec.numpy_dtype).reshape(shape), bits)
         self.is_filled = True
 
-    def seal(self) -> None:
-        """Changes state. Leave the checksum, if there is one, in the header."""
-        if self.sum is not None:
-            rect = Rect((0, self._spec.num_layers), (0, self._spec.num_kv_heads), self.sum)
-            self._hold.session.slab.write(self._offset + RECT_COUNT_OFFSET, header_rects((rect,)))
+    @property
+    def rect(self) -> Rect | None:
+        """Query. The checksum of what `write` copied; None where the daemon has to make it."""
+        if self.sum is None:
+            return None
+        return Rect((0, self._spec.num_layers), (0, self._spec.num_kv_heads), self.sum)
 
 
 def _copy_and_sum(source: Array, target: npt.NDArray[np.uint8]) -> int:
@@ -108,10 +109,11 @@ class Reservation:
         self.sums = sums
         self._prompt = prompt
         self._hold = hold
+        self._generation = generation
         self._blocks: list[WritableBlock] = []
         self._is_over = hold is None
         if hold is not None and prompt is not None:
-            self._prepare(slots, generation)
+            self._prepare(slots)
 
     @property
     def prompt(self) -> Prompt:
@@ -148,7 +150,7 @@ class Reservation:
             return False
         self._is_over = True
         filled = next((at for at, block in enumerate(self._blocks) if not block.is_filled), len(self._blocks))
-        if not filled or not self.hold.link.usable:
+        if not filled or not self.hold.can_be_told:
             self.hold.let_go()
             return False
         return self._commit(filled, priority, keep_for_s, output_tokens)
@@ -170,38 +172,26 @@ class Reservation:
     def __del__(self) -> None:
         self.abort()
 
-    def _prepare(self, slots: bytes, generation: int) -> None:
-        """Write the headers now: they name the blocks, whatever way their bytes take."""
+    def _prepare(self, slots: bytes) -> None:
         prompt, hold, slab = self.prompt, self.hold, self.hold.session.slab
         spec, block_tokens = prompt.spec, prompt.spec.block_tokens
         offsets = slab.offsets(slots, spec.slot_nbytes)
         if not slab.contains(offsets, spec.slot_nbytes):  # the answer is an index into shared memory
             return
-        no_rects = header_rects(())
-        first = self.start // block_tokens
-        heads = self._heads(first, first + len(offsets), generation)
-        for number, (head, offset) in enumerate(zip(heads, offsets.tolist(), strict=True), first):
-            slab.write(offset, head + no_rects)
-            start = number * block_tokens
+        for start, offset in zip(range(self.start, prompt.num_tokens, block_tokens), offsets.tolist(), strict=False):
             num_tokens = min(block_tokens, prompt.num_tokens - start)
             self._blocks.append(WritableBlock(spec, hold, self.sums, offset, start, num_tokens))
 
-    def _heads(self, first: int, stop: int, generation: int) -> list[bytes]:
-        """Header heads of blocks [first, stop): the whole ones at once."""
-        spec, prompt = self.prompt.spec, self.prompt
-        whole = min(stop, prompt.num_tokens // spec.block_tokens)
-        rows = prompt.whole_identities(first, whole) if whole > first else None
-        heads = header_heads(rows, spec.block_nbytes, generation) if rows is not None else []
-        for number in range(first + len(heads), stop):
-            identity = prompt.identity(number)
-            nbytes = spec.payload_nbytes(len(identity.tokens) // 4)
-            heads.append(header_head(identity_bytes(identity), nbytes, generation))
-        return heads
+    def _write_headers(self, blocks: list[WritableBlock]) -> None:
+        """Name the blocks, whatever way their bytes came."""
+        slab, heads = self.hold.session.slab, self.prompt.header_heads
+        for number, block in enumerate(blocks, self.start // self.prompt.spec.block_tokens):
+            rects = (block.rect,) if block.rect else ()
+            slab.write(block.offset, heads[number] + header_state(self._generation, rects))
 
     def _commit(self, filled: int, priority: int, keep_for_s: float | None, output_tokens: int | None) -> bool:
         session, keep = self.hold.session, self.hold.has_views
-        for block in self._blocks[:filled]:
-            block.seal()
+        self._write_headers(self._blocks[:filled])
         summed = bytes(block.sum is not None for block in self._blocks[:filled])
 
         def make(request_id: int) -> wire.Request:

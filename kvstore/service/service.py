@@ -15,19 +15,20 @@ import xxhash
 
 from kvstore.clock import Clock
 from kvstore.config import Config
-from kvstore.core.layout import RECT_COUNT_OFFSET, Rect, header_rects
+from kvstore.core.layout import STATE_OFFSET, Rect, header_state
 from kvstore.core.leases import Session
 from kvstore.core.slots import extent_nbytes_for
 from kvstore.core.store import Query, Store, SumBlocks
 from kvstore.errors import DaemonUnavailable, KVStoreError, SessionLost, TierUnavailable
 from kvstore.media.memory import Geometry, Slab
 from kvstore.service.movers import Movers
-from kvstore.spec import decode_spec
+from kvstore.spec import KVSpec, decode_spec
 from radix import block_symbols_of
 from transports import messages as wire
 
 log = logging.getLogger("kvstore")
 NUM_MOVERS = 2
+SPECS_LISTED_MAX = 64  # of status, the newest ones
 SenderPid = Callable[[], int | None]
 
 
@@ -49,16 +50,19 @@ class Service:
         sessions_path: Path | None,
         clock: Clock,
         on_open: Callable[[Session, int | None], None] | None = None,
+        is_held: Callable[[int], bool] = lambda _: False,
     ) -> None:
         """Changes state. Takes over `slab`. Usable at once with the first extent; the others follow in the background.
 
-        `on_open` is told each new session and its pid, for whoever watches processes.
+        `on_open` is told each new session and its pid, for whoever watches processes. `is_held`: see
+        `Store.open_session`.
         """
         self.slab = slab
         self.epoch = epoch
         self._config = config
         self._clock = clock
         self._on_open = on_open
+        self._is_held = is_held
         self._paths = str(slab_path), str(sessions_path or "")
         self._started_ms = clock.now_ms()
         self.store = Store(
@@ -89,6 +93,8 @@ class Service:
             reply = wire.Failed(message.request_id, exc.code, str(exc)[:4096])
         finally:  # an error that is not ours stops the daemon, but not before the client has its answer
             send(reply)
+        if isinstance(message, wire.Commit) and isinstance(reply, wire.Committed):
+            self.store.commit(message.session, message.reservation, message.summed, keep=message.keep)
         self._start_transfers()
 
     def _answer(self, message: wire.Request, sender_pid: SenderPid) -> wire.Reply:
@@ -114,8 +120,9 @@ class Service:
                 )
                 return wire.Reserved(request_id, *grant)
             case wire.Commit():
-                sealed = store.commit(message.session, message.reservation, message.summed, keep=message.keep)
-                return wire.Committed(request_id, sealed)
+                # The answer goes first and the sealing follows in dispatch: one loop does both, nothing comes between.
+                num_blocks = store.sealable(message.session, message.reservation, len(message.summed))
+                return wire.Committed(request_id, num_blocks)
             case wire.Clear():
                 store.session(message.session)
                 store.clear(message.spec_id)
@@ -148,7 +155,7 @@ class Service:
             )
         session = self._known_session(message)
         if session is None:
-            session = self.store.open_session()
+            session = self.store.open_session(self._is_held)
             if session is None:
                 raise DaemonUnavailable("the daemon has as many sessions as it can: close some clients")
             if self._on_open is not None:
@@ -208,9 +215,10 @@ class Service:
                 "slots": classes,
             },
             "sessions": [self._session_status(session) for session in self.store.sessions],
+            "specs_served": len(self.store.specs),
             "specs": [
                 {"model": entry.spec.model, "fingerprint": entry.spec.fingerprint.hex()[:16], "hash": entry.hash_kind}
-                for entry in self.store.specs
+                for entry in self.store.specs[-SPECS_LISTED_MAX:]
             ],
             "stats": msgspec.to_builtins(stats),
         }
@@ -253,22 +261,20 @@ class Service:
         for transfer in self.store.take_transfers():
             self.movers.submit(partial(self._sum, transfer), partial(self._summed, transfer))
 
-    def _sum(self, transfer: SumBlocks) -> list[int | None]:
-        """On a mover. The sum of each slot's payload; None where the header does not say what was written."""
-        return [self._payload_sum(slot, transfer.entry.spec.slot_nbytes) for slot in transfer.slots]
+    def _sum(self, transfer: SumBlocks) -> list[bytes | None]:
+        """On a mover. The new state part of each slot's header; None where the header is not what was written."""
+        return [self._summed_state(slot, transfer.entry.spec) for slot in transfer.slots]
 
-    def _payload_sum(self, slot: int, slot_nbytes: int) -> int | None:
+    def _summed_state(self, slot: int, spec: KVSpec) -> bytes | None:
         header = self.slab.header(slot)
-        if header is None:
+        if header is None or header.payload_nbytes > spec.block_nbytes:
             return None
-        payload = self.slab.payload(self.slab.offset(slot, slot_nbytes), header.payload_nbytes)
-        return xxhash.xxh3_64_intdigest(payload.data)
+        payload = self.slab.payload(self.slab.offset(slot, spec.slot_nbytes), header.payload_nbytes)
+        rect = Rect((0, spec.num_layers), (0, spec.num_kv_heads), xxhash.xxh3_64_intdigest(payload.data))
+        return header_state(header.generation, (rect,))
 
-    def _summed(self, transfer: SumBlocks, sums: list[int | None]) -> None:
-        spec = transfer.entry.spec
-        whole = (0, spec.num_layers), (0, spec.num_kv_heads)
-        for slot, value in zip(transfer.slots, sums, strict=True):
-            if value is not None:
-                at = self.slab.offset(slot, spec.slot_nbytes) + RECT_COUNT_OFFSET
-                self.slab.write(at, header_rects((Rect(*whole, value),)))
+    def _summed(self, transfer: SumBlocks, states: list[bytes | None]) -> None:
+        for slot, state in zip(transfer.slots, states, strict=True):
+            if state is not None:
+                self.slab.write(self.slab.offset(slot, transfer.entry.spec.slot_nbytes) + STATE_OFFSET, state)
         self.store.complete(transfer)

@@ -1,0 +1,116 @@
+"""Models a test can trust: prompts whose KV is a pattern, and a slab of plain bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core.layout import HEADER_NBYTES, Header, parse_header
+from kvstore.core.leases import SpecEntry
+from kvstore.core.slots import SLOTS_PER_EXTENT_MAX, slot_offset
+from kvstore.core.store import Query
+from kvstore.core.tier import new_tables
+from kvstore.service.prompt import Prompt
+from kvstore.spec import KVSpec
+from radix import HashKind, block_symbols_of
+
+Bytes = npt.NDArray[np.uint8]
+Keys = tuple[tuple[int, bytes], ...]
+
+
+@cache
+def rows_of(spec: KVSpec) -> tuple[int, int]:
+    """Query. A payload is [rows, tokens, width] bytes, whatever its layout."""
+    if spec.is_opaque:
+        return 1, spec.token_nbytes
+    rows = spec.num_layers * (1 if spec.latent_dim else 2 * spec.num_kv_heads)
+    return rows, spec.token_payload_nbytes // rows
+
+
+@cache
+def kv_of(spec: KVSpec, context: bytes) -> Bytes:
+    """Query. What a model would compute for one token: [rows, width]."""
+    rows, width = rows_of(spec)
+    return np.frombuffer(hashlib.shake_128(context).digest(rows * width), np.uint8).reshape(rows, width)
+
+
+class Text(Prompt):
+    """A prompt together with the KV of each of its tokens."""
+
+    def __init__(self, entry: SpecEntry, token_ids: tuple[int, ...], keys: Keys) -> None:
+        super().__init__(entry.spec, HashKind(entry.hash_kind), token_ids, keys)
+        self.entry = entry
+        self.token_ids = token_ids[: self.num_tokens]
+        self.keys = tuple((start, key) for start, key in keys if start < self.num_tokens)
+        self.query = Query(self.hashes, self.tokens, self.key_facts)
+        self._payloads: dict[int, Bytes] = {}
+
+    def num_tokens_of(self, block: int) -> int:
+        return min(self.spec.block_tokens, self.num_tokens - block * self.spec.block_tokens)
+
+    def payload(self, block: int) -> Bytes:
+        """Query. [rows, tokens, width]: a token depends on the ids up to it and the extra keys that have begun."""
+        if block not in self._payloads:
+            first = block * self.spec.block_tokens
+            contexts = [self._context(token) for token in range(first, first + self.num_tokens_of(block))]
+            self._payloads[block] = np.stack([kv_of(self.spec, context) for context in contexts], axis=1)
+        return self._payloads[block]
+
+    def _context(self, token: int) -> bytes:
+        begun = [key for key in self.keys if key[0] <= token]
+        return repr((self.spec.fingerprint, self.token_ids[: token + 1], begun)).encode()
+
+    def common(self, other: Text, num_tokens: int) -> int:
+        """Query. Leading tokens, of the other's first `num_tokens`, that may be used for this prompt.
+
+        The store's rule, stricter than the pattern: from a block's first extra key on, all keys of the block count.
+        """
+        if self.entry is not other.entry:
+            return 0
+        for token in range(min(self.num_tokens, num_tokens)):
+            if self._facts(token) != other._facts(token):
+                return token
+        return min(self.num_tokens, num_tokens)
+
+    def _facts(self, token: int) -> tuple[int, Keys]:
+        first = token - token % self.spec.block_tokens
+        own = tuple(key for key in self.keys if first <= key[0] < first + self.spec.block_tokens)
+        return self.token_ids[token], own if own and own[0][0] <= token else ()
+
+
+class SimSlab:
+    """Real bytes, real headers, no shared memory."""
+
+    def __init__(self, num_extents: int, extent_nbytes: int) -> None:
+        self.extent_nbytes = extent_nbytes
+        self.tables = new_tables(num_extents)
+        self.bytes = np.zeros(num_extents * extent_nbytes, np.uint8)
+
+    def class_of(self, slot: int) -> int:
+        return int(self.tables.extents[slot // SLOTS_PER_EXTENT_MAX])
+
+    def offset(self, slot: int) -> int:
+        return slot_offset(slot, self.class_of(slot), self.extent_nbytes)
+
+    def write(self, offset: int, data: bytes | Bytes) -> None:
+        self.bytes[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+
+    def header(self, slot: int) -> Header | None:
+        offset = self.offset(slot)
+        return parse_header(self.bytes[offset : offset + HEADER_NBYTES].tobytes())
+
+    def payload(self, offset: int, nbytes: int) -> Bytes:
+        return self.bytes[offset + HEADER_NBYTES : offset + HEADER_NBYTES + nbytes]
+
+    def symbols_of(self, slot: int) -> bytes:
+        header = self.header(slot)
+        if header is None:
+            return b""
+        return block_symbols_of(header.identity.tokens, header.identity.keys_start, header.identity.keys_digest)
+
+    def slots_in(self, state: int) -> list[int]:
+        slots: list[int] = np.flatnonzero(self.tables.slots["state"] == state).tolist()
+        return slots

@@ -1,0 +1,757 @@
+"""A node in miniature, from one seed: clients, slab, movers and clock around the real Store.
+
+    client ── verbs ──> Store ── SumBlocks ──> movers      clients write and read slots of `SimSlab` themselves
+       └── bytes ──> SimSlab <── sums ───────────┘         `late`: writes of dead clients that have yet to land
+
+A step is one thing that happens to one of them. After every step `check` asserts what must always hold; `heal` ends
+the faults and asserts that all is as new. KV is a pattern, so bytes under a wrong name show without a model. Meant to
+grow: a disk, a network and a restart are further things that happen.
+
+`python -m tests.world FIRST COUNT` runs that many seeds and prints what happened in them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from random import Random
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from kvstore.clock import SimClock
+from kvstore.core.layout import (
+    HEADER_NBYTES,
+    IDENTITY_SUM_OFFSET,
+    STATE_OFFSET,
+    Rect,
+    header_head,
+    header_state,
+    identity_bytes,
+)
+from kvstore.core.leases import SpecEntry
+from kvstore.core.slots import SLOTS_PER_EXTENT_MAX
+from kvstore.core.store import QUARANTINE_MS, Store, SumBlocks
+from kvstore.core.tier import FREE, RESERVED, SEALED
+from kvstore.errors import SessionLost
+from kvstore.spec import KVSpec
+from radix import block_symbols_of, common_tokens
+from tests.models import Bytes, Keys, SimSlab, Text
+
+SPECS = (
+    KVSpec(model="gqa", dtype="float16", num_layers=2, num_kv_heads=2, head_dim=2, block_tokens=4),
+    KVSpec(model="mla", dtype="bfloat16", num_layers=3, latent_dim=200, block_tokens=8),
+    KVSpec(model="opaque", dtype="uint8", num_layers=1, block_tokens=6, layout="x", token_nbytes=1000, grain_tokens=2),
+    KVSpec(model="gqa", dtype="float16", num_layers=2, num_kv_heads=2, head_dim=2, block_tokens=4, tenant_salt="other"),
+)  # slots of 8, 16, 12 and again 8 KiB
+
+
+class View(NamedTuple):
+    """A block as a client sees it: the bytes at `offset` must be these for as long as it may look."""
+
+    slot: int
+    offset: int
+    stored_tokens: int
+    expected: Bytes  # [rows, tokens, width]; fewer tokens than stored where only the first ones are the prompt's
+
+
+@dataclass
+class Held:
+    """A lease. `abandoned`: the client has let go, the daemon has yet to hear of it."""
+
+    slots: list[int]
+    views: list[View]
+    private: list[int] = field(default_factory=list)
+    abandoned: bool = False
+
+
+NO_HEADER, HEADER, HALF, WHOLE = range(4)
+
+
+@dataclass
+class Filling:
+    """A reservation. `progress`: per block, how far its bytes have come."""
+
+    text: Text
+    first: int
+    slots: list[int]
+    offsets: list[int]
+    generation: int
+    progress: list[int]
+    summed: list[bool]
+    abandoned: bool = False
+
+
+@dataclass
+class Client:
+    """A process. `leases` and `reservations`: what the daemon must hold for it, until it has heard of their end."""
+
+    session: int
+    number: int
+    pid_visible: bool
+    entries: list[SpecEntry]
+    leases: dict[int, Held] = field(default_factory=dict)
+    reservations: dict[int, Filling] = field(default_factory=dict)
+    notices: deque[Callable[[], None]] = field(default_factory=deque)  # sent, not arrived
+    last_id: int = 0
+    state: str = "alive"  # or "stalled", "lost" (stalled, and its session is closed), "dead"
+
+    def next_id(self) -> int:
+        self.last_id += 1
+        return self.last_id
+
+    def own_leases(self) -> list[int]:
+        return [number for number, held in self.leases.items() if not held.abandoned]
+
+    def own_reservations(self) -> list[int]:
+        return [number for number, filling in self.reservations.items() if not filling.abandoned]
+
+
+@dataclass
+class LateWrite:
+    """A device's write for a client that is no more. `before_ms`: from when on it cannot land any more."""
+
+    session: int
+    offset: int
+    data: bytes
+    before_ms: float = float("inf")
+
+
+class World:
+    """`faults` False: the twin, in which nothing goes wrong and every block stored is found again."""
+
+    def __init__(self, seed: int, *, faults: bool = True) -> None:
+        self.seed, self.faults, self.rng = seed, faults, Random(seed)
+        self.num_extents = self.rng.randint(3, 5) if faults else 8
+        self.extent_nbytes = 64 << 10 if faults else 1 << 20
+        share = self.rng.choice((0.25, 0.25, 0.5, 1.0)) if faults else 1.0
+        self.clock = SimClock(self.rng.uniform(0, 1e9))
+        self.slab = SimSlab(self.num_extents, self.extent_nbytes)
+        self.store = Store(
+            extent_nbytes=self.extent_nbytes,
+            tables=self.slab.tables,
+            symbols_of=self.slab.symbols_of,
+            generation=self.rng.randrange(1 << 60),
+            session_share=share,
+            checksums=self.rng.random() < 0.9,
+        )
+        self.session_nbytes_max = int(self.num_extents * self.extent_nbytes * share)
+        self.extents_ready = 0
+        self.texts: list[Text] = []
+        self.named: dict[bytes, Bytes] = {}  # block hash -> its payload
+        self.stored: list[tuple[Text, int]] = []  # and how many tokens of it; the twin's model
+        self.quarantine: list[tuple[float, list[int]]] = []
+        self.late: list[LateWrite] = []
+        self.sums: list[tuple[SumBlocks, list[int | None] | None]] = []  # None: not read yet
+        self.damaged: set[int] = set()
+        self.seen: Counter[str] = Counter()
+        self.trail: deque[str] = deque(maxlen=12)
+        self.num_steps = 0
+        for _ in range(1 if faults else self.num_extents):
+            self._next_extent()
+        self.clients = [self._new_client() for _ in range(self.rng.randint(2, 5))]
+
+    # --- running
+
+    def run(self, num_steps: int) -> None:
+        """Changes state. That many steps, then `heal`. A failure says the seed and the step."""
+        sound = False
+        try:
+            for _ in range(num_steps):
+                self.step()
+            self.trail.append("heal")
+            self.heal()
+            sound = True
+        finally:
+            if not sound:
+                print(f"World({self.seed}, faults={self.faults}) failed at step {self.num_steps}: {list(self.trail)}")
+
+    def step(self) -> None:
+        """Changes state. One thing happens."""
+        happenings = [*NORMAL, *(FAULTS if self.faults else ())]
+        (happen,) = self.rng.choices([each for each, _ in happenings], [weight for _, weight in happenings])
+        self.num_steps += 1
+        self.trail.append(happen.__name__)
+        happen(self)
+        self.check()
+
+    # --- what must hold after every step
+
+    def check(self) -> None:
+        """Query."""
+        self.store.check()
+        self._check_pins()
+        self._check_room()
+        self._check_holders()
+        self._check_bytes()
+
+    def _check_pins(self) -> None:
+        sessions = self.store.sessions
+        leases = [lease.pin for session in sessions for lease in session.leases.values()]
+        parents = [each.parent for session in sessions for each in session.reservations.values()]
+        self.store.memory.tree.check(leases + parents + list(self.store._summing.values()))
+
+    def _check_room(self) -> None:
+        """DSK, LEK: `free + cached + reserved = total`, told from the table alone."""
+        pool, states = self.store.memory.pool, self.slab.tables.slots["state"]
+        num_assigned = 0
+        for slot_nbytes in pool.classes:
+            extents = np.flatnonzero(self.slab.tables.extents == slot_nbytes)
+            per_extent = self.extent_nbytes // slot_nbytes
+            table = states.reshape(-1, SLOTS_PER_EXTENT_MAX)[extents]
+            counts = [int((table[:, :per_extent] == state).sum()) for state in (FREE, SEALED, RESERVED)]
+            assert not table[:, per_extent:].any(), "a slot beyond the end of its extent"
+            assert tuple(counts) == self.store.memory.counts(slot_nbytes)
+            assert sum(counts) == pool.num_slots(slot_nbytes) == len(extents) * per_extent
+            num_assigned += len(extents)
+        assert num_assigned + pool.num_unassigned == self.extents_ready
+
+    def _check_holders(self) -> None:
+        """Every lease and reservation is some session's; every reserved slot is exactly one holder's."""
+        clients = {client.session: client for client in self.clients if client.state != "lost"}
+        assert {session.id for session in self.store.sessions} == set(clients)
+        reserved = [slot for _, slots in self.quarantine for slot in slots]
+        for session in self.store.sessions:
+            client = clients[session.id]
+            assert set(session.leases) == set(client.leases)
+            assert set(session.reservations) == set(client.reservations)
+            reserved += [slot for held in client.leases.values() for slot in held.private]
+            for filling in client.reservations.values():
+                rows = self.slab.tables.slots[filling.slots]
+                assert (rows["owner"] == client.number).all()
+                assert (rows["generation"] == filling.generation).all()
+                reserved += filling.slots
+        assert len(reserved) == len(set(reserved)), "a slot was given to two"
+        assert sorted(reserved) == self.slab.slots_in(RESERVED)
+        assert self.store.next_deadline_ms() == min((until for until, _ in self.quarantine), default=None)
+
+    def _check_bytes(self) -> None:
+        """COR: what a name or a lease stands for is there, byte for byte."""
+        for slot in self.slab.slots_in(SEALED):
+            header = self.slab.header(slot)
+            if header is None:
+                assert slot in self.damaged, f"slot {slot} is sealed and has no header"
+                continue
+            expected = self.named[header.identity.block_hash].reshape(-1)
+            payload = self.slab.payload(self.slab.offset(slot), header.payload_nbytes)
+            assert np.array_equal(payload, expected), f"slot {slot} holds another block's bytes"
+            assert all(rect.sum == xxhash.xxh3_64_intdigest(expected.data) for rect in header.rects)
+        for client in self.clients:
+            for held in client.leases.values() if client.state != "lost" else ():
+                assert all(self._shows(view) for view in held.views), "a lease shows another block's bytes"
+
+    def _shows(self, view: View) -> bool:
+        rows, num_tokens, width = view.expected.shape
+        payload = self.slab.payload(view.offset, rows * view.stored_tokens * width)
+        return np.array_equal(payload.reshape(rows, view.stored_tokens, width)[:, :num_tokens], view.expected)
+
+    # --- clients
+
+    def _new_client(self) -> Client:
+        session = self.store.open_session()
+        assert session is not None
+        specs = self.rng.sample(SPECS, self.rng.randint(1, len(SPECS)))
+        entries = [self.store.attach(spec) for spec in specs]
+        return Client(session.id, session.number, self.rng.random() < 0.3, entries)
+
+    def _some_client(self) -> Client | None:
+        """An alive one, whose notices have arrived: the order of a connection is kept."""
+        alive = [client for client in self.clients if client.state == "alive"]
+        if not alive:
+            return None
+        client = self.rng.choice(alive)
+        while client.notices:
+            client.notices.popleft()()
+        return client
+
+    def _text(self, entry: SpecEntry) -> Text:
+        """A new prompt, one seen before, or one that goes on from, or leaves, one seen before."""
+        rng, seen = self.rng, [text for text in self.texts if text.entry is entry]
+        ids: tuple[int, ...] = ()
+        keys: Keys = ()
+        if seen and rng.random() < 0.9:
+            old = rng.choice(seen[-20:])
+            ids, keys = old.token_ids[: rng.choice((old.num_tokens, rng.randint(0, old.num_tokens)))], old.keys
+            ids = ids[:100]
+        if not ids or rng.random() < 0.7:
+            ids += tuple(rng.choices((1, 2, 3), k=rng.randint(1, 12)))
+        if rng.random() < 0.15:
+            keys = tuple(sorted({(rng.randrange(len(ids)), rng.choice((b"cat", b"dog"))) for _ in range(2)}))
+        text = Text(entry, ids, keys)
+        self.texts.append(text)
+        self.named |= {text.block_hash(block): text.payload(block) for block in range(text.num_blocks)}
+        return text
+
+    def _distinct_nbytes(self, client: Client) -> int:
+        slots = {slot for held in client.leases.values() for slot in held.slots + held.private}
+        slots |= {slot for filling in client.reservations.values() for slot in filling.slots}
+        return sum(self.slab.class_of(slot) for slot in slots)
+
+    def _within_share(self, client: Client, held_before: int) -> None:
+        """A session that was given more than it had holds no more than its share."""
+        assert self._distinct_nbytes(client) <= max(held_before, self.session_nbytes_max)
+
+    def _views(self, text: Text, num_tokens: int, slots: list[int]) -> Iterator[View | None]:
+        """As a client verifies a hit; None for the first block that is not what its name says."""
+        for block, slot in enumerate(slots):
+            header, offset = self.slab.header(slot), self.slab.offset(slot)
+            count = min(num_tokens - block * text.spec.block_tokens, text.spec.block_tokens)
+            if header is None:
+                yield None
+                return
+            identity = header.identity
+            symbols = block_symbols_of(identity.tokens, identity.keys_start, identity.keys_digest)
+            assert identity.parent == text.parent_hash(block)
+            assert common_tokens(symbols, text.symbols(block)) >= count
+            yield View(slot, offset, len(identity.tokens) // 4, text.payload(block)[:, :count])
+
+    def predicted(self, text: Text) -> int:
+        """Query. The twin's model of a hit: the longest common token prefix with anything stored."""
+        longest = max((text.common(other, num_tokens) for other, num_tokens in self.stored), default=0)
+        return longest - longest % text.spec.grain_tokens
+
+    def _reply_is_lost(self) -> bool:
+        return self.faults and self.rng.random() < 0.05
+
+    # --- what can happen: normal life
+
+    def acquire(self) -> None:
+        client = self._some_client()
+        if client is None:
+            return
+        text, number = self._text(self.rng.choice(client.entries)), client.next_id()
+        found, held_before = self.store.find(text.entry.spec_id, text.query), self._distinct_nbytes(client)
+        got = self.store.acquire(client.session, text.entry.spec_id, number, text.query)
+        slots = np.frombuffer(got.slots, np.uint32).tolist()
+        assert got.num_tokens <= found
+        assert len(slots) == -(-got.num_tokens // text.spec.block_tokens)
+        if not self.faults:
+            assert got.num_tokens == found == self.predicted(text)
+        self.seen["shortened" if got.num_tokens < found else "hits" if slots else "misses"] += 1
+        self.seen["partial hits"] += got.num_tokens % text.spec.block_tokens > 0
+        if not slots:
+            return
+        assert self.store.acquire(client.session, text.entry.spec_id, number, text.query) == got, "idempotent"
+        views = list(self._views(text, got.num_tokens, slots))
+        client.leases[number] = Held(slots, [view for view in views if view is not None])
+        self._within_share(client, held_before)
+        assert None not in views, "damage is found in the step that does it"
+        if self._reply_is_lost():
+            self._release(client, number)
+
+    def release(self) -> None:
+        client = self._some_client()
+        if client is not None and client.own_leases():
+            self._release(client, self.rng.choice(client.own_leases()))
+
+    def _release(self, client: Client, number: int) -> None:
+        client.leases[number].abandoned = True
+
+        def arrives() -> None:
+            self.store.release(client.session, [number, 1 << 40])
+            del client.leases[number]
+
+        client.notices.append(arrives)
+
+    def reserve(self) -> None:
+        client = self._some_client()
+        if client is None:
+            return
+        text, number = self._text(self.rng.choice(client.entries)), client.next_id()
+        start = self.rng.randint(0, text.num_tokens) if self.rng.random() < 0.3 else 0
+        ask = (client.session, text.entry.spec_id, number, text.hashes, start, text.tail)
+        held_before = self._distinct_nbytes(client)
+        grant = self.store.reserve(*ask)
+        if not grant.slots:
+            self.seen["refused" if grant.start >= start and grant.available else "nothing to store"] += 1
+            assert grant.start < start or grant.start >= text.num_tokens or self.faults, "the twin has room"
+            return
+        assert grant.start >= start
+        assert self.store.reserve(*ask) == grant, "idempotent"
+        slots = np.frombuffer(grant.slots, np.uint32).tolist()
+        assert len(slots) == text.num_blocks - grant.start // text.spec.block_tokens == grant.available
+        self.damaged.difference_update(slots)
+        offsets = [self.slab.offset(slot) for slot in slots]
+        first = grant.start // text.spec.block_tokens
+        client.reservations[number] = Filling(
+            text, first, slots, offsets, grant.generation, [NO_HEADER] * len(slots), [False] * len(slots)
+        )
+        self._within_share(client, held_before)
+        self.seen["reserved"] += 1
+        if self._reply_is_lost():
+            self._abort(client, number)
+
+    def write(self) -> None:
+        """A few pieces of a reservation's blocks, in any order."""
+        client = self._some_client()
+        if client is None or not client.own_reservations():
+            return
+        filling = client.reservations[self.rng.choice(client.own_reservations())]
+        for _ in range(self.rng.choice((1, 4, 10, 40))):
+            at = self.rng.randrange(len(filling.slots)) if self.rng.random() < 0.3 else self._least_done(filling)
+            if filling.progress[at] < WHOLE:
+                self._write_piece(filling, at)
+
+    def _least_done(self, filling: Filling) -> int:
+        return min(range(len(filling.slots)), key=filling.progress.__getitem__)
+
+    def _write_piece(self, filling: Filling, at: int) -> None:
+        text, block, offset = filling.text, filling.first + at, filling.offsets[at]
+        payload = text.payload(block).tobytes()
+        if filling.progress[at] == NO_HEADER:
+            head = header_head(identity_bytes(text.identity(block)), len(payload))
+            self.slab.write(offset, head + header_state(filling.generation, ()))
+        elif filling.progress[at] == HEADER:
+            self.slab.write(offset + HEADER_NBYTES, payload[: len(payload) // 2])
+        else:
+            self.slab.write(offset + HEADER_NBYTES, payload)
+            filling.summed[at] = self.rng.random() < 0.5
+            if filling.summed[at]:
+                rect = Rect((0, text.spec.num_layers), (0, text.spec.num_kv_heads), xxhash.xxh3_64_intdigest(payload))
+                self.slab.write(offset + STATE_OFFSET, header_state(filling.generation, (rect,)))
+        filling.progress[at] += 1
+
+    def commit(self) -> None:
+        """Seal the leading blocks that are whole; as in the client, nothing whole means abort."""
+        client = self._some_client()
+        if client is None or not client.own_reservations():
+            return
+        number = self.rng.choice(client.own_reservations())
+        filling = client.reservations[number]
+        count = next((at for at, done in enumerate(filling.progress) if done < WHOLE), len(filling.slots))
+        if not count:
+            return
+        if self._reply_is_lost() and self.rng.random() < 0.5:  # the request itself is lost
+            self._abort(client, number)
+            return
+        keep = self.rng.random() < 0.3
+        already = self.store.stats.blocks_already
+        sealed = self.store.commit(client.session, number, bytes(filling.summed[:count]), keep=keep)
+        del client.reservations[number]
+        assert sealed + self.store.stats.blocks_already - already == count
+        assert self.store.commit(client.session, number, bytes(filling.summed[:count])) == 0, "a stale id seals nothing"
+        self.seen["committed"] += 1
+        text = filling.text
+        self.stored.append((text, min(text.num_tokens, (filling.first + count) * text.spec.block_tokens)))
+        if keep:
+            client.leases[number] = self._kept(filling, count)
+            if self._reply_is_lost():
+                self._release(client, number)
+
+    def _kept(self, filling: Filling, count: int) -> Held:
+        """The writer's arrays are alive: it sees what it wrote, whether or not its slots got the names."""
+        states = self.slab.tables.slots["state"][filling.slots]
+        private = [slot for slot, state in zip(filling.slots, states, strict=True) if state == RESERVED]
+        payloads = [filling.text.payload(filling.first + at) for at in range(count)]
+        places = zip(filling.slots, filling.offsets, payloads, strict=False)
+        views = [View(slot, offset, payload.shape[1], payload) for slot, offset, payload in places]
+        self.seen["private slots"] += len(private)
+        return Held([slot for slot in filling.slots if slot not in private], views, private)
+
+    def abort(self) -> None:
+        client = self._some_client()
+        if client is not None and client.own_reservations():
+            self._abort(client, self.rng.choice(client.own_reservations()))
+
+    def _abort(self, client: Client, number: int) -> None:
+        client.reservations[number].abandoned = True
+
+        def arrives() -> None:
+            self.store.abort(client.session, number)
+            del client.reservations[number]
+
+        client.notices.append(arrives)
+
+    def goodbye(self) -> None:
+        client = self._some_client()
+        if client is not None and self.rng.random() < 0.3:
+            self.store.close_session(client.session, self.clock.now_ms())
+            self.clients[self.clients.index(client)] = self._new_client()
+
+    def notice_arrives(self) -> None:
+        client = self.rng.choice(self.clients)
+        if client.notices:  # also of a process that is dead by now: the frame was on its way
+            client.notices.popleft()()
+
+    def mover_works(self) -> None:
+        """Reading is one step and writing the sum another, in any order among transfers."""
+        self.sums += [(transfer, None) for transfer in self.store.take_transfers()]
+        if not self.sums:
+            return
+        transfer, values = self.sums.pop(self.rng.randrange(len(self.sums)))
+        if values is None:
+            self.sums.append((transfer, [self._sum(slot) for slot in transfer.slots]))
+            return
+        spec = transfer.entry.spec
+        for slot, value in zip(transfer.slots, values, strict=True):
+            header = self.slab.header(slot)
+            if value is not None and header is not None:
+                rect = Rect((0, spec.num_layers), (0, spec.num_kv_heads), value)
+                self.slab.write(self.slab.offset(slot) + STATE_OFFSET, header_state(header.generation, (rect,)))
+        self.store.complete(transfer)
+        self.seen["summed"] += len(transfer.slots)
+
+    def _sum(self, slot: int) -> int | None:
+        header = self.slab.header(slot)
+        if header is None:
+            return None
+        return xxhash.xxh3_64_intdigest(self.slab.payload(self.slab.offset(slot), header.payload_nbytes).data)
+
+    def _next_extent(self) -> None:
+        if self.extents_ready < self.num_extents:
+            self.store.add_extent(self.extents_ready)
+            self.extents_ready += 1
+
+    def extent_is_ready(self) -> None:
+        self._next_extent()
+
+    def time_passes(self) -> None:
+        """TTL: also an hour at once; and the loop may be late."""
+        self._advance(self.rng.choice((0.0, 1.0, 100.0, 4000.0, 3.6e6)))
+        if self.rng.random() < 0.8:
+            self._on_time()
+
+    def _advance(self, by_ms: float) -> None:
+        until = self.clock.now_ms() + by_ms
+        for write in [each for each in self.late if each.before_ms <= until]:
+            self._land(write)
+        self.clock.advance(by_ms)
+
+    def _on_time(self) -> None:
+        now_ms = self.clock.now_ms()
+        self.store.on_time(now_ms)
+        self.quarantine = [(until, slots) for until, slots in self.quarantine if until > now_ms]
+
+    # --- what can happen: faults
+
+    def client_dies(self) -> None:
+        """SIGKILL. What it had sent may still arrive; what its device was doing may still land."""
+        client = self._some_client()
+        if client is None:
+            return
+        client.state = "dead"
+        if self.rng.random() < 0.5:
+            client.notices.clear()
+        if not client.pid_visible:
+            self.late += self._unfinished(client)
+        self.seen["died"] += 1
+
+    def _unfinished(self, client: Client) -> Iterator[LateWrite]:
+        for filling in client.reservations.values():
+            for at, progress in enumerate(filling.progress):
+                if HEADER <= progress < WHOLE and not filling.abandoned:
+                    payload = filling.text.payload(filling.first + at).tobytes()
+                    yield LateWrite(client.session, filling.offsets[at] + HEADER_NBYTES, payload)
+
+    def death_is_noticed(self) -> None:
+        """By its pidfd, or by its lock: then writes may still land, for less than QUARANTINE_MS."""
+        for place, client in enumerate(self.clients):
+            if client.state == "dead":
+                self._bury(client, quarantine=not client.pid_visible)
+                self.clients[place] = self._new_client()
+                return
+
+    def _bury(self, client: Client, *, quarantine: bool) -> None:
+        now_ms = self.clock.now_ms()
+        self.store.close_session(client.session, now_ms, died=True, quarantine=quarantine)
+        self.store.close_session(client.session, now_ms, died=True)  # noticed twice
+        if quarantine:
+            until = now_ms + QUARANTINE_MS
+            self.quarantine += [(until, filling.slots) for filling in client.reservations.values()]
+            self.late = [
+                LateWrite(*(each.session, each.offset, each.data), until) if each.session == client.session else each
+                for each in self.late
+            ]
+
+    def write_lands(self) -> None:
+        if self.late:
+            self._land(self.rng.choice(self.late))
+
+    def _land(self, write: LateWrite) -> None:
+        self.late.remove(write)
+        self.slab.write(write.offset, write.data)
+        self.seen["landed late"] += 1
+
+    def client_stalls(self) -> None:
+        client = self._some_client()
+        if client is not None:
+            client.state = "stalled"
+
+    def session_is_lost(self) -> None:
+        """The daemon takes a stalled client for dead (its lock went with a stray close)."""
+        for client in self.clients:
+            if client.state == "stalled" and self.rng.random() < 0.5:
+                self.late += self._unfinished(client)
+                self._bury(client, quarantine=True)
+                client.state = "lost"
+                client.notices.clear()
+                return
+
+    def client_wakes(self) -> None:
+        """One that was lost comes back with stale ids, is told so, and begins anew."""
+        for place, client in enumerate(self.clients):
+            if client.state == "lost":
+                self._tries_stale_ids(client)
+                self.clients[place] = self._new_client()
+            elif client.state == "stalled":
+                client.state = "alive"
+
+    def _tries_stale_ids(self, client: Client) -> None:
+        store, session = self.store, client.session
+        text = self._text(client.entries[0])
+        calls: list[Callable[[], object]] = [
+            *(lambda number=number: store.commit(session, number, b"\0") for number in client.reservations),
+            *(lambda number=number: store.abort(session, number) for number in client.reservations),
+            *(lambda number=number: store.discard(session, number, 0, "header") for number in client.leases),
+            lambda: store.release(session, list(client.leases)),
+            lambda: store.acquire(session, text.entry.spec_id, 1, text.query),
+            lambda: store.reserve(session, text.entry.spec_id, 1, text.hashes, 0, text.tail),
+        ]
+        for call in calls:
+            try:
+                call()
+            except SessionLost:
+                continue
+            raise AssertionError("a lost session was served")
+        self.seen["stale ids"] += 1
+
+    def bit_flips(self) -> None:
+        """A header is damaged; the reader sees it and says so."""
+        client = self._some_client()
+        if client is None:
+            return
+        leases = [number for number in client.own_leases() if client.leases[number].slots]
+        if not leases:
+            return
+        number = self.rng.choice(leases)
+        block = self.rng.randrange(len(client.leases[number].slots))
+        slot = client.leases[number].slots[block]
+        bit = self.rng.randrange(8 * IDENTITY_SUM_OFFSET)
+        if slot in self.damaged or self.slab.header(slot) is None:
+            return
+        self.slab.bytes[self.slab.offset(slot) + bit // 8] ^= 1 << bit % 8
+        assert self.slab.header(slot) is None, f"bit {bit} of a header flipped and nobody noticed"
+        self.damaged.add(slot)
+        leased = self.store.session(client.session).leases[number].slots
+        self.store.discard(client.session, number, np.frombuffer(leased, np.uint32).tolist().index(slot), "header")
+        self.seen["discarded"] += 1
+
+    def clear(self) -> None:
+        if self.rng.random() < 0.3:
+            self.store.clear(self.rng.choice(self.store.specs).spec_id)
+            self.seen["cleared"] += 1
+
+    # --- the end
+
+    def heal(self) -> None:
+        """Changes state. Faults stop. All that was held is free or cached, and what is cached is found."""
+        while self.extents_ready < self.num_extents:
+            self._next_extent()
+        for client in self.clients:
+            while client.notices:
+                client.notices.popleft()()
+            if client.state == "dead":
+                self._bury(client, quarantine=not client.pid_visible)
+            elif client.state != "lost":
+                self.store.close_session(client.session, self.clock.now_ms())
+        self.clients = []
+        while self.sums or self.store._transfers:
+            self.mover_works()
+        self._advance(QUARANTINE_MS)
+        self._on_time()
+        self.check()
+        assert not self.store.memory.tree._detached
+        assert not self.slab.slots_in(RESERVED)
+        self._finds_what_is_cached()
+        self._stores_again()
+
+    def _finds_what_is_cached(self) -> None:
+        """Not only unharmed: found. What is in the slab says what must be hit."""
+        fresh = self.store.open_session()
+        assert fresh is not None
+        below: dict[bytes, dict[bytes, bytes]] = {}  # parent -> block hash -> symbols
+        for slot in self.slab.slots_in(SEALED):
+            header = self.slab.header(slot)
+            assert header is not None
+            below.setdefault(header.identity.parent, {})[header.identity.block_hash] = self.slab.symbols_of(slot)
+        total = 0
+        for number, text in enumerate(self.texts, 1):
+            got = self.store.acquire(fresh.id, text.entry.spec_id, number, text.query)
+            num_tokens = self._tokens_in(below, text)
+            room = self.session_nbytes_max // text.spec.slot_nbytes * text.spec.block_tokens
+            assert got.num_tokens == min(num_tokens, max(room, 0)) or num_tokens > room
+            total += got.num_tokens
+            self.store.release(fresh.id, [number])
+        assert total or not below
+        self.store.close_session(fresh.id, self.clock.now_ms())
+
+    @staticmethod
+    def _tokens_in(below: dict[bytes, dict[bytes, bytes]], text: Text) -> int:
+        block = 0
+        while block < text.num_blocks and text.block_hash(block) in below.get(text.parent_hash(block), {}):
+            block += 1
+        if block == text.num_blocks:
+            return text.num_tokens
+        others = below.get(text.parent_hash(block), {}).values()
+        partial = max((common_tokens(other, text.symbols(block)) for other in others), default=0)
+        return block * text.spec.block_tokens + partial - partial % text.spec.grain_tokens
+
+    def _stores_again(self) -> None:
+        """A full tier takes new blocks of every spec."""
+        self.clients = [self._new_client()]
+        for entry in self.store.specs:
+            text = Text(entry, (9,) * entry.spec.block_tokens, ())
+            self.named[text.block_hash(0)] = text.payload(0)
+            grant = self.store.reserve(self.clients[0].session, entry.spec_id, 1, text.hashes, 0)
+            (slot,) = np.frombuffer(grant.slots, np.uint32).tolist()
+            filling = Filling(text, 0, [slot], [self.slab.offset(slot)], grant.generation, [NO_HEADER], [False])
+            self.damaged.discard(slot)
+            for _ in range(WHOLE):
+                self._write_piece(filling, 0)
+            assert self.store.commit(self.clients[0].session, 1, b"\1") == 1
+            assert self.store.find(entry.spec_id, text.query) == text.num_tokens
+        self.check()
+
+
+Happening = Callable[[World], None]
+NORMAL: list[tuple[Happening, int]] = [
+    (World.acquire, 30),
+    (World.release, 36),
+    (World.reserve, 30),
+    (World.write, 50),
+    (World.commit, 40),
+    (World.abort, 3),
+    (World.goodbye, 1),
+    (World.notice_arrives, 10),
+    (World.mover_works, 16),
+    (World.extent_is_ready, 3),
+    (World.time_passes, 6),
+]
+FAULTS: list[tuple[Happening, int]] = [
+    (World.client_dies, 3),
+    (World.death_is_noticed, 6),
+    (World.write_lands, 3),
+    (World.client_stalls, 2),
+    (World.session_is_lost, 3),
+    (World.client_wakes, 4),
+    (World.bit_flips, 8),
+    (World.clear, 2),
+]
+
+
+def main(first: int, count: int) -> None:
+    total: Counter[str] = Counter()
+    for seed in range(first, first + count):
+        for faults in (True, False):
+            world = World(seed, faults=faults)
+            world.run(500)
+            total += world.seen
+            total["evicted"] += world.store.memory.num_evicted
+    print(f"{count} seeds: {dict(total)}")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
