@@ -2,28 +2,40 @@
 
     put = reserve + block.write of every block + commit      get = acquire + copy into the client's own array + release
 
+`round_trip_us` is what a bare ZeroMQ echo between two processes takes after such a copy, `sum_gbps` what XXH3-64 alone
+reaches. A `_ratio_limit` is what copy, bare round trips (two for put, one for get) and bare summing would give together:
+where it lies below a bar, the bar cannot be met on that machine.
+
 Every round does memcpy, put with checksums, put without, and get in turn, on the same blocks; ratios are taken round by
 round. The blocks of consecutive rounds are different ones, more than a last-level cache holds, because KV that moves
 was not used a millisecond ago. Each side runs on one thread. Bytes are compared after the last round.
 """
 
+import argparse
+import contextlib
 import math
+import select
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 import kvstore
 from benchmarks.daemon import Daemon
 from benchmarks.report import Bar, at_least, finish, parser, ratios, spread
+from transports.errors import PeerLost
+from transports.zeromq import ZmqEndpoint, ZmqListener
 
 BATCH = 32
 POOL_NBYTES = 512 << 20  # source arrays, and as many targets: several times a last-level cache
 ALIGN_NBYTES = 64
-SIDES = ("memcpy", "put", "put_nosum", "get")
+SIDES = ("memcpy", "put", "put_nosum", "get", "sum", "round_trip")
 BARS = {"put": 0.75, "put_nosum": 0.85, "get": 0.85}
 Blocks = list[npt.NDArray[Any]]
 _random = np.random.default_rng(0)
@@ -42,8 +54,8 @@ def spec_of(block_kib: int) -> kvstore.KVSpec:
 class Rounds:
     """Runs the sides in turn over a pool of blocks, and keeps their times."""
 
-    def __init__(self, summed: kvstore.Cache, unsummed: kvstore.Cache, batch: int) -> None:
-        self._summed, self._unsummed, self._batch = summed, unsummed, batch
+    def __init__(self, summed: kvstore.Cache, unsummed: kvstore.Cache, echo: "Echo", batch: int) -> None:
+        self._summed, self._unsummed, self._echo, self._batch = summed, unsummed, echo, batch
         spec = summed.spec
         self._spec = spec
         shape = spec.array_shape(spec.block_tokens)
@@ -72,9 +84,11 @@ class Rounds:
         tokens = np.arange(self._batch * self._spec.block_tokens, dtype=np.uint32) + 1_000_000 * number
         times = {
             "memcpy": _timed(lambda: _copy(sources, copies)),
+            "round_trip": _timed(self._echo.ask),
             "put": _timed(lambda: _put(self._summed, tokens, sources)),
             "put_nosum": _timed(lambda: _put(self._unsummed, tokens, sources)),
             "get": _timed(lambda: _get(self._summed, tokens, targets)),
+            "sum": _timed(lambda: _sum(sources)),
         }
         self._verify(number, sources, targets)
         return times
@@ -83,15 +97,24 @@ class Rounds:
         """Query. GB/s of each side, and its ratio to memcpy of the same round, as medians with their spread."""
         nbytes = self._batch * self._spec.block_nbytes
         found: dict[str, Any] = {}
-        for side in SIDES:
+        for side in SIDES[:-1]:
             rate = spread(nbytes / seconds / 1e9 for seconds in self.seconds[side])
             found[f"{side}_gbps"] = round(rate.median, 3)
             found[f"{side}_gbps_range"] = [round(rate.low, 3), round(rate.high, 3)]
+        found["round_trip_us"] = round(1e6 * spread(self.seconds["round_trip"]).median, 1)
         for side in BARS:
             ratio = spread(ratios(self.seconds["memcpy"], self.seconds[side]))
             found[f"{side}_ratio"] = round(ratio.median, 3)
             found[f"{side}_ratio_range"] = [round(ratio.low, 3), round(ratio.high, 3)]
+            found[f"{side}_ratio_limit"] = round(spread(ratios(self.seconds["memcpy"], self._floor(side))).median, 3)
         return found
+
+    def _floor(self, side: str) -> list[float]:
+        """Query. What the copy, bare round trips and bare summing take together: nothing over ZeroMQ can be faster."""
+        trips = 1 if side == "get" else 2
+        sums = self.seconds["sum"] if side == "put" else [0.0] * len(self.seconds["sum"])
+        rounds = zip(self.seconds["memcpy"], self.seconds["round_trip"], sums, strict=True)
+        return [copy + trips * trip + summing for copy, trip, summing in rounds]
 
     def _verify(self, number: int, sources: Blocks, targets: Blocks) -> None:
         for source, target in zip(sources, targets, strict=True):
@@ -133,19 +156,69 @@ def _get(cache: kvstore.Cache, tokens: npt.NDArray[np.uint32], targets: Blocks) 
             np.copyto(target, block.array)
 
 
+def _sum(sources: Blocks) -> None:
+    for source in sources:
+        xxhash.xxh3_64_intdigest(source.data)
+
+
+class Echo:
+    """Another process that sends back what it gets, over the sockets that the daemon and its clients use."""
+
+    def __init__(self, folder: str) -> None:
+        address = f"ipc://{folder}/echo.sock"
+        self._process = subprocess.Popen([sys.executable, "-m", "benchmarks.copy_rate", "--echo", address])
+        self._endpoint = ZmqEndpoint(address)
+        give_up_at = time.monotonic() + 30
+        while not self._connected():
+            assert time.monotonic() < give_up_at, "the echo process did not come up"
+            time.sleep(0.05)
+
+    def _connected(self) -> bool:
+        try:
+            self.ask()
+        except PeerLost:
+            return False
+        return True
+
+    def ask(self) -> None:
+        self._endpoint.send(b"x" * 100)
+        assert self._endpoint.receive(10_000)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._endpoint.close()
+
+
+def serve_echo(address: str) -> None:
+    """Changes state. Until it is killed."""
+    listener = ZmqListener(address)
+    poll = select.poll()
+    poll.register(listener.fd, select.POLLIN)
+    while True:
+        poll.poll()
+        while (incoming := listener.receive()) is not None:
+            listener.send(incoming.peer, incoming.frame)
+
+
 def measure(rounds: int) -> dict[str, Any]:
     """Changes state: runs two daemons.
 
     2 MiB figures lie flat, 736 KiB ones under `kib736`, batches of one under `batch1` of each.
     """
     results: dict[str, Any] = {}
-    with Daemon("1GiB") as summed, Daemon("1GiB", "--memory.checksums", "false") as unsummed:
+    with (
+        Daemon("1GiB") as summed,
+        Daemon("1GiB", "--memory.checksums", "false") as unsummed,
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.closing(Echo(folder)) as echo,
+    ):
         clients = [kvstore.connect(daemon.address, deadline_ms=5000) for daemon in (summed, unsummed)]
         _wait_ready(clients)
         for block_kib, place in ((2048, results), (736, results.setdefault("kib736", {}))):
             caches = [client.attach(spec_of(block_kib)) for client in clients]
             for batch, figures in ((BATCH, place), (1, place.setdefault("batch1", {}))):
-                runs = Rounds(caches[0], caches[1], batch)
+                runs = Rounds(caches[0], caches[1], echo, batch)
                 runs.run(rounds, warm_up=rounds // 4 + 1)
                 figures.update(runs.figures())
         for client in clients:
@@ -172,7 +245,10 @@ def bars(results: dict[str, Any]) -> list[Bar]:
 def main() -> int:
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=24, help="counted rounds for each size and batch")
+    options.add_argument("--echo", metavar="ADDRESS", help=argparse.SUPPRESS)
     given = options.parse_args()
+    if given.echo:
+        serve_echo(given.echo)
     results = measure(given.rounds)
     return finish("copy_rate", results, bars(results), as_json=given.json)
 

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from functools import cache
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.layout import HEADER_NBYTES, Header, parse_header
+from kvstore.core.layout import (
+    HEADER_NBYTES,
+    NBYTES_OFFSET,
+    Header,
+    header_tail,
+    identity_bytes,
+    identity_sum,
+    parse_header,
+)
 from kvstore.core.leases import SpecEntry
 from kvstore.core.slots import SLOTS_PER_EXTENT_MAX, slot_offset
 from kvstore.core.store import Query
@@ -19,6 +28,38 @@ from radix import HashKind, block_symbols_of
 
 Bytes = npt.NDArray[np.uint8]
 Keys = tuple[tuple[int, bytes], ...]
+
+
+class Writable(Protocol):
+    """A slab, real or simulated."""
+
+    def write(self, offset: int, data: bytes) -> None: ...
+
+
+def write_header(slab: Writable, offset: int, header: Header) -> None:
+    """Changes state. The two pieces that a client writes; what lies between them stays."""
+    identity = identity_bytes(header.identity)
+    nbytes = header.payload_nbytes
+    tail = header_tail(nbytes, identity_sum(identity, nbytes), header.generation, header.rects)
+    slab.write(offset, identity)
+    slab.write(offset + NBYTES_OFFSET, tail)
+
+
+class Page:
+    """One header page as a slab, zero where nothing is written."""
+
+    def __init__(self) -> None:
+        self.bytes = bytearray(HEADER_NBYTES)
+
+    def write(self, offset: int, data: bytes) -> None:
+        self.bytes[offset : offset + len(data)] = data
+
+
+def page_of(header: Header) -> bytes:
+    """Query. A fresh page with this header."""
+    page = Page()
+    write_header(page, 0, header)
+    return bytes(page.bytes)
 
 
 @cache

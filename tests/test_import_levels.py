@@ -17,7 +17,7 @@ THIRD_PARTY = [
     ("kvstore/*", {"numpy", "xxhash", "msgspec"}),
     ("kvstore/cli.py", {"typer", "rich"}),
     ("connectors/*", {"numpy"}),
-    ("connectors/transformers.py", {"torch", "transformers"}),
+    ("connectors/transformers.py", {"torch", "transformers", "xxhash"}),
 ]
 
 # Pure: no sockets, files, threads, randomness or clock. Time arrives as `now_ms`, chance as a seeded `Random`.

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvstore.core.layout import (
     BLOCK_TOKENS_MAX,
     HEADER_NBYTES,
-    IDENTITY_SUM_OFFSET,
+    NBYTES_OFFSET,
     RECT_INDEX_MAX,
     RECT_NBYTES,
     RECTS_MAX,
@@ -24,20 +24,15 @@ from kvstore.core.layout import (
     Header,
     Identity,
     Rect,
-    header_head,
-    header_heads,
     header_state,
     identity_bytes,
     identity_rows,
+    identity_sum,
     parse_header,
 )
+from tests.models import Page, page_of, write_header
 
 VECTORS: dict[str, Any] = json.loads((Path(__file__).parent / "vectors" / "header_page.json").read_text())
-
-
-def page_of(header: Header) -> bytes:
-    head = header_head(identity_bytes(header.identity), header.payload_nbytes)
-    return (head + header_state(header.generation, header.rects)).ljust(HEADER_NBYTES, b"\0")
 
 
 def golden() -> Header:
@@ -51,8 +46,9 @@ def golden() -> Header:
 
 
 def checked_bits(header: Header) -> list[range]:
-    """Bits that mean something: everything up to the last rectangle."""
-    return [range(8 * (RECTS_OFFSET + RECT_NBYTES * len(header.rects)))]
+    """Bits that mean something: everything but what is left over from earlier blocks."""
+    identity = TOKENS_OFFSET + len(header.identity.tokens)
+    return [range(8 * identity), range(8 * NBYTES_OFFSET, 8 * (RECTS_OFFSET + RECT_NBYTES * len(header.rects)))]
 
 
 def flipped(page: bytes, bit: int) -> bytes:
@@ -75,7 +71,8 @@ def test_golden_page_lies_as_documented() -> None:
     assert page[12:16] == len(given["tokens"]).to_bytes(4, "little")
     assert page[48:64].hex() == given["block_hash"]
     assert page[TOKENS_OFFSET : TOKENS_OFFSET + 4] == given["tokens"][0].to_bytes(4, "little")
-    assert page[2168:2176] == xxhash.xxh3_64_intdigest(page[:2168]).to_bytes(8, "little")
+    identity = page[: TOKENS_OFFSET + 4 * len(given["tokens"])] + page[2160:2168]
+    assert page[2168:2176] == xxhash.xxh3_64_intdigest(identity).to_bytes(8, "little")
     state = page[2176:2296] + page[RECTS_OFFSET : RECTS_OFFSET + RECT_NBYTES * len(VECTORS["rects"])]
     assert page[2296:2304] == xxhash.xxh3_64_intdigest(state).to_bytes(8, "little")
     assert page[2184:2188] == len(VECTORS["rects"]).to_bytes(4, "little")
@@ -114,9 +111,18 @@ def test_page_of_zeros_or_noise_is_no_header() -> None:
 def test_other_format_with_a_right_sum_is_no_header(offset: int, value: bytes) -> None:
     page = bytearray(page_of(golden()))
     page[offset : offset + len(value)] = value
-    right = xxhash.xxh3_64_intdigest(page[:IDENTITY_SUM_OFFSET]).to_bytes(8, "little")
-    page[IDENTITY_SUM_OFFSET:STATE_OFFSET] = right
+    num_tokens = int.from_bytes(page[12:16], "little")
+    right = identity_sum(bytes(page[: TOKENS_OFFSET + 4 * num_tokens]), golden().payload_nbytes)
+    page[NBYTES_OFFSET + 8 : STATE_OFFSET] = right.to_bytes(8, "little")
     assert parse_header(bytes(page)) is None
+
+
+def test_what_an_earlier_block_left_in_the_page_means_nothing() -> None:
+    """COR: a header is written in two pieces, over whatever was there."""
+    page = Page()
+    page.bytes[:] = b"\xa5" * HEADER_NBYTES
+    write_header(page, 0, golden())
+    assert parse_header(bytes(page.bytes)) == golden()
 
 
 def test_more_rectangles_than_fit_are_no_header() -> None:
@@ -221,4 +227,3 @@ def test_many_headers_at_once_are_the_same_headers(block_tokens: int, num_blocks
     ]
     rows = identity_rows(fingerprint, parent, hashes, tokens, block_tokens)
     assert [row.tobytes() for row in rows] == expected
-    assert header_heads(rows, 12345) == [header_head(each, 12345) for each in expected]

@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.core.layout import HEADER_NBYTES, Identity, header_head, header_state, identity_bytes
+from kvstore.core.layout import HEADER_NBYTES, Header, Identity
 from kvstore.core.slots import EXTENT_NBYTES_MAX, EXTENT_NBYTES_MIN
 from kvstore.errors import TierUnavailable
 from kvstore.media import folder as folder_module
 from kvstore.media.folder import SlabFolder, all_folders, default_folder, require_memory
 from kvstore.media.memory import HUGE_PAGE_NBYTES, Geometry, Slab
 from kvstore.service.service import geometry_for
+from tests.models import write_header
 
 SMALL = Geometry(4, EXTENT_NBYTES_MIN)
 
@@ -125,7 +126,7 @@ def test_a_header_is_read_back_and_a_damaged_one_is_none(place: Path) -> None:
         offset = slab.offset(slot, 12288)
         assert offset == SMALL.data_offset + SMALL.extent_nbytes + 2 * 12288
         identity = Identity(bytes(32), b"h" * 16, b"p" * 16, 5, b"\1\0\0\0\2\0\0\0", 2, bytes(16))
-        slab.write(offset, header_head(identity_bytes(identity), 5000) + header_state(3, ()))
+        write_header(slab, offset, Header(identity, 5000, 3, ()))
         header = slab.header(slot)
         assert header is not None
         assert (header.identity, header.payload_nbytes, header.generation) == (identity, 5000, 3)
@@ -230,9 +231,7 @@ def test_default_folders_differ_by_address_and_are_found(monkeypatch: pytest.Mon
 
 def test_more_than_the_machine_has_is_refused() -> None:
     """CFG."""
-    with pytest.raises(
-        TierUnavailable, match=r"memory.capacity=8388608.00GiB is too large: only .*GiB memory is avail"
-    ):
+    with pytest.raises(TierUnavailable, match=r"slab of 8388608\.00GiB is too large: only .*GiB memory is avail"):
         require_memory(1 << 53, None)
 
 

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from kvstore import KVSpec
-from kvstore.core.layout import HEADER_NBYTES, header_head, header_state, identity_bytes, parse_header
+from kvstore.core.layout import Header, parse_header
 from kvstore.service.prompt import Prompt
 from radix import HashKind, block_symbols_of, keys_digest, root_hash
 from tests.daemons import SPEC
+from tests.models import page_of
 from transports.messages import BLOCKS_MAX, TOKENS_MAX
 
 OPAQUE = KVSpec(
@@ -53,8 +54,7 @@ def test_the_header_of_a_block_says_what_the_index_matches(kind: HashKind, extra
     """COR: symbols made from the header equal those made from the prompt."""
     prompt = prompt_of(40, extra_keys, kind=kind)
     for number in range(prompt.num_blocks):
-        page = header_head(identity_bytes(prompt.identity(number)), 1) + header_state(1, ())
-        header = parse_header(page.ljust(HEADER_NBYTES, b"\0"))
+        header = parse_header(page_of(Header(prompt.identity(number), 1, 1, ())))
         assert header is not None
         stored = header.identity
         assert stored == prompt.identity(number)

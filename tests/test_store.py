@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import kvstore.core.leases
-from kvstore.core.layout import header_head, header_state, identity_bytes
+from kvstore.core.layout import Header
 from kvstore.core.store import QUARANTINE_MS, SESSIONS_MAX, Acquisition, Grant, Query, Store, SumBlocks
 from kvstore.core.tier import FREE, RESERVED, SEALED
 from kvstore.errors import KVStoreError, SessionLost, SpecMismatch
 from kvstore.spec import KVSpec
-from tests.models import SimSlab, Text
+from tests.models import SimSlab, Text, write_header
 
 EXTENT_NBYTES = 64 << 10  # 8 slots of `SMALL`, 4 of `LARGE`
 SMALL = KVSpec(model="small", dtype="float16", num_layers=1, head_dim=2, block_tokens=4)
@@ -67,8 +67,8 @@ class Node:
         grant = self.store.reserve(session or self.session, spec, number, text.hashes, start, text.tail)
         for at, slot in enumerate(slots_of(grant)):
             block = grant.start // text.spec.block_tokens + at
-            head = header_head(identity_bytes(text.identity(block)), text.payload(block).size)
-            self.slab.write(self.slab.offset(slot), head + header_state(grant.generation, ()))
+            header = Header(text.identity(block), text.payload(block).size, grant.generation, ())
+            write_header(self.slab, self.slab.offset(slot), header)
         return number, grant
 
     def put(self, ids: Ids, *, spec: KVSpec = SMALL, session: int = 0, summed: bytes = b"", keep: bool = False) -> int:

@@ -25,12 +25,11 @@ import xxhash
 from kvstore.clock import SimClock
 from kvstore.core.layout import (
     HEADER_NBYTES,
-    IDENTITY_SUM_OFFSET,
     STATE_OFFSET,
+    TOKENS_OFFSET,
+    Header,
     Rect,
-    header_head,
     header_state,
-    identity_bytes,
 )
 from kvstore.core.leases import SpecEntry
 from kvstore.core.slots import SLOTS_PER_EXTENT_MAX
@@ -39,7 +38,7 @@ from kvstore.core.tier import FREE, RESERVED, SEALED
 from kvstore.errors import SessionLost
 from kvstore.spec import KVSpec
 from radix import block_symbols_of, common_tokens
-from tests.models import Bytes, Keys, SimSlab, Text
+from tests.models import Bytes, Keys, SimSlab, Text, write_header
 
 SPECS = (
     KVSpec(model="gqa", dtype="float16", num_layers=2, num_kv_heads=2, head_dim=2, block_tokens=4),
@@ -402,8 +401,7 @@ class World:
         text, block, offset = filling.text, filling.first + at, filling.offsets[at]
         payload = text.payload(block).tobytes()
         if filling.progress[at] == NO_HEADER:
-            head = header_head(identity_bytes(text.identity(block)), len(payload))
-            self.slab.write(offset, head + header_state(filling.generation, ()))
+            write_header(self.slab, offset, Header(text.identity(block), len(payload), filling.generation, ()))
         elif filling.progress[at] == HEADER:
             self.slab.write(offset + HEADER_NBYTES, payload[: len(payload) // 2])
         else:
@@ -629,9 +627,10 @@ class World:
         number = self.rng.choice(leases)
         block = self.rng.randrange(len(client.leases[number].slots))
         slot = client.leases[number].slots[block]
-        bit = self.rng.randrange(8 * IDENTITY_SUM_OFFSET)
-        if slot in self.damaged or self.slab.header(slot) is None:
+        header = self.slab.header(slot)
+        if slot in self.damaged or header is None:
             return
+        bit = self.rng.randrange(8 * (TOKENS_OFFSET + len(header.identity.tokens)))
         self.slab.bytes[self.slab.offset(slot) + bit // 8] ^= 1 << bit % 8
         assert self.slab.header(slot) is None, f"bit {bit} of a header flipped and nobody noticed"
         self.damaged.add(slot)

@@ -4,7 +4,7 @@ Header page, little endian (4,096 bytes; identity first, so that a reader compar
 
     offset  bytes  identity                          offset  bytes  state
          0      8  magic                               2160      8  payload_nbytes
-         8      4  version                             2168      8  XXH3-64 of bytes [0, 2168)
+         8      4  version                             2168      8  XXH3-64 of the identity and payload_nbytes
         12      4  num_tokens                          2176      8  generation of the reservation that filled it
         16     32  fingerprint of the KVSpec           2184      4  num_rects (0: no checksums yet)
         48     16  block hash                          2188    108  zero
@@ -13,7 +13,9 @@ Header page, little endian (4,096 bytes; identity first, so that a reader compar
         96      4  keys start                                       first layer, layers, first head, heads
        100      4  number of the block in its chain
        104      8  zero
-       112   2048  token ids, u32 each, zero padded
+       112     4n  token ids, u32 each
+
+What lies between the last token id and 2160, and behind the last rectangle, is left over from earlier blocks.
 
 The payload of a block of n tokens is `[layer, K/V, head, token, dim]` with token extent n, without gaps. A checksum
 is XXH3-64 over the bytes of one rectangle of layers x heads, in that order.
@@ -37,7 +39,6 @@ VERSION = 1
 
 TOKENS_OFFSET = 112
 NBYTES_OFFSET = 2160
-IDENTITY_SUM_OFFSET = 2168
 STATE_OFFSET = 2176
 STATE_SUM_OFFSET = 2296
 RECTS_OFFSET = 2304
@@ -129,21 +130,14 @@ def _identity_dtype(block_tokens: int) -> np.dtype[np.void]:
     return np.dtype([("magic", "S8"), ("version", "<u4"), ("num_tokens", "<u4"), *texts, *numbers])
 
 
-def header_head(identity: bytes, payload_nbytes: int) -> bytes:
-    """Query. Header bytes [0, STATE_OFFSET), from `identity_bytes`."""
-    body = identity.ljust(NBYTES_OFFSET, b"\0") + struct.pack("<Q", payload_nbytes)
-    return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
+def identity_sum(identity: bytes, payload_nbytes: int) -> int:
+    """Query. Guards `identity_bytes` and the size of the payload."""
+    return xxhash.xxh3_64_intdigest(identity + payload_nbytes.to_bytes(8, "little"))
 
 
-def header_heads(identities: npt.NDArray[np.void], payload_nbytes: int) -> list[bytes]:
-    """Query. `header_head` of each row of `identity_rows`."""
-    count, nbytes = len(identities), identities.dtype.itemsize
-    rows = np.zeros((count, STATE_OFFSET), np.uint8)
-    rows[:, :nbytes] = identities.view(np.uint8).reshape(count, nbytes)
-    rows[:, NBYTES_OFFSET:IDENTITY_SUM_OFFSET] = np.frombuffer(struct.pack("<Q", payload_nbytes), np.uint8)
-    sums = [xxhash.xxh3_64_intdigest(row.data) for row in rows[:, :IDENTITY_SUM_OFFSET]]
-    rows[:, IDENTITY_SUM_OFFSET:] = np.array(sums, "<u8").view(np.uint8).reshape(count, 8)
-    return [row.tobytes() for row in rows]
+def header_tail(payload_nbytes: int, sum_of_identity: int, generation: int, rects: tuple[Rect, ...]) -> bytes:
+    """Query. Header bytes [NBYTES_OFFSET, ...)."""
+    return _SIZE.pack(payload_nbytes, sum_of_identity) + header_state(generation, rects)
 
 
 def header_state(generation: int, rects: tuple[Rect, ...]) -> bytes:
@@ -170,12 +164,14 @@ def _unpack_rect(data: bytes) -> Rect:
 def parse_header(page: bytes) -> Header | None:
     """Query. The header of a slot, or None when any part of it is not what was written (class COR)."""
     assert len(page) == HEADER_NBYTES
-    payload_nbytes, identity_sum = _SIZE.unpack_from(page, NBYTES_OFFSET)
-    if xxhash.xxh3_64_intdigest(page[:IDENTITY_SUM_OFFSET]) != identity_sum:
-        return None
     magic, version, num_tokens, fingerprint, block_hash, parent, digest, keys_start, number = _FIXED.unpack_from(page)
+    payload_nbytes, sum_of_identity = _SIZE.unpack_from(page, NBYTES_OFFSET)
+    if magic != MAGIC or version != VERSION or num_tokens > BLOCK_TOKENS_MAX:
+        return None
+    if identity_sum(page[: TOKENS_OFFSET + 4 * num_tokens], payload_nbytes) != sum_of_identity:
+        return None
     generation, num_rects = _STATE.unpack_from(page, STATE_OFFSET)
-    if magic != MAGIC or version != VERSION or num_tokens > BLOCK_TOKENS_MAX or num_rects > RECTS_MAX:
+    if num_rects > RECTS_MAX:
         return None
     packed = page[RECTS_OFFSET : RECTS_OFFSET + num_rects * RECT_NBYTES]
     state_sum = int.from_bytes(page[STATE_SUM_OFFSET:RECTS_OFFSET], "little")

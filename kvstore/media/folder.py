@@ -84,7 +84,7 @@ class SlabFolder:
         self.release()
 
 
-def require_memory(capacity_nbytes: int, folder: Path | None) -> None:
+def require_memory(slab_nbytes: int, folder: Path | None) -> None:
     """Query. TierUnavailable, saying what to do, when a slab of this size cannot fit this machine or this container."""
     limits = [(_available_nbytes(), "memory is available on this machine")]
     limits += [(left, "is left in this cgroup") for left in _cgroup_left_nbytes()]
@@ -92,9 +92,13 @@ def require_memory(capacity_nbytes: int, folder: Path | None) -> None:
         facts = os.statvfs(folder)
         limits.append((facts.f_bavail * facts.f_frsize, f"is free in {folder} (enlarge that tmpfs)"))
     for left, where in limits:
-        if capacity_nbytes > left:
-            need, have = capacity_nbytes / 2**30, left / 2**30
-            raise TierUnavailable(f"memory.capacity={need:.2f}GiB is too large: only {have:.2f}GiB {where}")
+        if slab_nbytes > left:
+            need, have = _size(slab_nbytes), _size(left)
+            raise TierUnavailable(f"memory.capacity: a slab of {need} is too large: only {have} {where}")
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f}GiB" if nbytes >= 2**30 else f"{nbytes >> 20}MiB"
 
 
 def _available_nbytes() -> int:

@@ -202,7 +202,7 @@ class Cache:
         def make(request_id: int) -> wire.Request:
             return wire.Reserve(request_id, session.id, spec_id, number, hashes, start, tail)
 
-        return self._link.ask(wire.Reserved, make, meanwhile=lambda: prompt.header_heads)
+        return self._link.ask(wire.Reserved, make, meanwhile=lambda: prompt.identities)
 
     def _known_hit(self, request_id: str | None, prompt: Prompt) -> Hit | None:
         if request_id is None:

@@ -59,10 +59,10 @@ class Daemon:
 
     def _open_slab(self, config: Config, held: ExitStack) -> None:
         memory = config.memory
-        folder = SlabFolder(Path(memory.path) if memory.path else default_folder(config.address))
+        folder = SlabFolder(Path(memory.path).absolute() if memory.path else default_folder(config.address))
         held.callback(folder.remove)
         folder.remove_old_slabs()
-        require_memory(memory.capacity, folder.path)
+        require_memory(geometry_for(memory.capacity).file_nbytes, folder.path)
         self._sessions_file = SessionsFile(folder.sessions_path, SESSIONS_MAX)
         held.callback(self._sessions_file.close)
         epoch = time.time_ns()

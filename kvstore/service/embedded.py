@@ -22,7 +22,7 @@ class EmbeddedEndpoint:
     def __init__(self, config: Config) -> None:
         """Changes state. ConfigInvalid without memory.capacity, TierUnavailable when it does not fit."""
         require_capacity(config)
-        require_memory(config.memory.capacity, None)
+        require_memory(geometry_for(config.memory.capacity).file_nbytes, None)
         clock = MonotonicClock()
         epoch = time.time_ns()
         fd = os.memfd_create("kvstore-slab", os.MFD_CLOEXEC)

@@ -172,7 +172,7 @@ class Link:
         if not self._lock_until(until_ms):
             return self._clock.now_ms() >= pending.due_ms, None
         try:
-            if not self._exchange.waits_for(pending.request_id):
+            if self._gone or not self._exchange.waits_for(pending.request_id):
                 return True, None
             reply = self._receive_until(pending.request_id, until_ms)
             if reply is None and self._clock.now_ms() < pending.due_ms:

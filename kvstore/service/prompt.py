@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.layout import Identity, header_head, header_heads, identity_bytes, identity_rows
+from kvstore.core.layout import Identity, identity_bytes, identity_rows, identity_sum
 from kvstore.spec import KVSpec
 from radix import (
     HASH_NBYTES,
@@ -98,14 +98,15 @@ class Prompt:
         )
 
     @cached_property
-    def header_heads(self) -> list[bytes]:
-        """What the headers of all blocks begin with."""
-        rows = self.whole_identities
-        heads = header_heads(rows, self.spec.block_nbytes) if rows is not None else []
-        for block in range(len(heads), self.num_blocks):
-            identity = self.identity(block)
-            heads.append(header_head(identity_bytes(identity), self.spec.payload_nbytes(len(identity.tokens) // 4)))
-        return heads
+    def identities(self) -> list[tuple[bytes, int]]:
+        """What the headers of all blocks begin with, and its sum."""
+        rows, spec = self.whole_identities, self.spec
+        texts = [row.tobytes() for row in rows] if rows is not None else []
+        texts += [identity_bytes(self.identity(block)) for block in range(len(texts), self.num_blocks)]
+        return [
+            (text, identity_sum(text, spec.payload_nbytes(min(spec.block_tokens, self.num_tokens - start))))
+            for text, start in zip(texts, range(0, self.num_tokens, spec.block_tokens), strict=True)
+        ]
 
     def identity(self, block: int) -> Identity:
         """Query. What the header of this block must say."""

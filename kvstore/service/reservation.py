@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.core.layout import Rect, header_state
+from kvstore.core.layout import NBYTES_OFFSET, Rect, header_tail
 from kvstore.service.hold import Array, Hold
 from kvstore.service.prompt import Prompt
 from kvstore.spec import KVSpec
@@ -184,10 +184,13 @@ class Reservation:
 
     def _write_headers(self, blocks: list[WritableBlock]) -> None:
         """Name the blocks, whatever way their bytes came."""
-        slab, heads = self.hold.session.slab, self.prompt.header_heads
-        for number, block in enumerate(blocks, self.start // self.prompt.spec.block_tokens):
+        slab, spec, identities = self.hold.session.slab, self.prompt.spec, self.prompt.identities
+        for number, block in enumerate(blocks, self.start // spec.block_tokens):
+            identity, sum_of_identity = identities[number]
             rects = (block.rect,) if block.rect else ()
-            slab.write(block.offset, heads[number] + header_state(self._generation, rects))
+            tail = header_tail(spec.payload_nbytes(block.num_tokens), sum_of_identity, self._generation, rects)
+            slab.write(block.offset, identity)
+            slab.write(block.offset + NBYTES_OFFSET, tail)
 
     def _commit(self, filled: int, priority: int, keep_for_s: float | None, output_tokens: int | None) -> bool:
         session, keep = self.hold.session, self.hold.has_views

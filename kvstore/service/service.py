@@ -94,6 +94,7 @@ class Service:
         finally:  # an error that is not ours stops the daemon, but not before the client has its answer
             send(reply)
         if isinstance(message, wire.Commit) and isinstance(reply, wire.Committed):
+            os.sched_yield()  # let the transport's thread take the answer away before the work goes on
             self.store.commit(message.session, message.reservation, message.summed, keep=message.keep)
         self._start_transfers()
 
