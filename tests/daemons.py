@@ -15,7 +15,7 @@ import textwrap
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -145,11 +145,10 @@ class Daemon:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        try:
+        with ExitStack() as undo:
+            undo.push(self.__exit__)
             self.start()
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
+            undo.pop_all()
         return self
 
     def __exit__(
