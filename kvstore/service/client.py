@@ -42,7 +42,7 @@ class Client:
         """Changes state. The cache of one kind of KV. SpecMismatch when the spec is invalid."""
         spec.validate()
         self._link.attach(spec)
-        return Cache(self._link, spec)
+        return Cache(self, self._link, spec)
 
     def status(self) -> dict[str, Any]:
         """Query. Facts of the client and, while it answers, of the daemon. JSON-serialisable; never raises."""
@@ -70,12 +70,17 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        if hasattr(self, "_link"):
+            self._link.abandon()
+
 
 class Cache:
     """One kind of KV (a KVSpec) in the store: look up, load, save. Get it from `Client.attach`."""
 
-    def __init__(self, link: Link, spec: KVSpec) -> None:
+    def __init__(self, client: Client, link: Link, spec: KVSpec) -> None:
         self.spec = spec
+        self._client = client  # which lives as long as its caches do
         self._link = link
         self._requests: OrderedDict[str, tuple[bytes, Hit]] = OrderedDict()
         self._requests_lock = threading.Lock()

@@ -212,6 +212,11 @@ class Link:
                 self._part()
             self._wake.set()
 
+    def abandon(self) -> None:
+        """Changes state. As `close`, by the keeper and without waiting: for finalisers."""
+        self._closed = True
+        self._wake.set()
+
     # Everything below runs under the lock
 
     def _due_ms(self, deadline_ms: float | None) -> float:
