@@ -136,7 +136,15 @@ def test_write_takes_bits_of_the_same_width_and_refuses_the_rest(client: Client)
     source = kv_of(spec, tokens, 0, 16)
     with cache.reserve(tokens) as reservation:
         (block,) = reservation.blocks()
-        for wrong in (source.astype(np.float32), source[:1], source[..., :-1], source[..., None], source.ravel(), 7):
+        for wrong in (
+            source.astype(np.float32),
+            source.astype(">f2"),
+            source[:1],
+            source[..., :-1],
+            source[..., None],
+            source.ravel(),
+            7,
+        ):
             with pytest.raises(ValueError, match=r"block\.write wants \(2, 2, 2, 16, 16\) of uint16"):
                 block.write(wrong)
         assert not reservation.commit(), "a block that nothing was written to is none"

@@ -51,7 +51,8 @@ class WritableBlock:
         self._hold.require_open()
         spec, shape = self._spec, self._spec.array_shape(self.num_tokens)
         given = np.asarray(source)
-        if given.shape != shape or given.dtype.itemsize != spec.numpy_dtype.itemsize:
+        same_width = given.dtype.itemsize == spec.numpy_dtype.itemsize and given.dtype.isnative
+        if given.shape != shape or not same_width:
             raise ValueError(f"block.write wants {shape} of {spec.numpy_dtype}, not {given.shape} of {given.dtype}")
         bits = given if given.dtype == spec.numpy_dtype else given.view(spec.numpy_dtype)
         target = self._hold.session.slab.payload(self.offset, spec.payload_nbytes(self.num_tokens))
