@@ -70,15 +70,17 @@ class Session:
         if LEASE in kinds:
             self.ended_leases.append(number)
 
-    def take_notices(self) -> list[wire.Message]:
-        """Changes state. What is to be said about ended leases and reservations."""
-        notices: list[wire.Message] = []
-        while self.ended_reservations:
-            notices.append(wire.Abort(self.id, self.ended_reservations.popleft()))
+    def say_what_ended(self, send: Callable[[wire.Message], bool]) -> None:
+        """Changes state. Tell of ended leases and reservations; what cannot be sent now is kept for later."""
+        while self.ended_reservations and send(wire.Abort(self.id, self.ended_reservations[0])):
+            self.ended_reservations.popleft()
         while self.ended_leases:
-            count = min(len(self.ended_leases), LEASES_PER_NOTICE)
-            notices.append(wire.Release(self.id, [self.ended_leases.popleft() for _ in range(count)]))
-        return notices
+            # By index: a finaliser may append meanwhile, which iteration does not bear.
+            leases = [self.ended_leases[at] for at in range(min(len(self.ended_leases), LEASES_PER_NOTICE))]
+            if not send(wire.Release(self.id, leases)):
+                return
+            for _ in leases:
+                self.ended_leases.popleft()
 
     def populate(self) -> None:
         """Changes state. Map the extents that are ready, so that copies need not fault them in page by page."""
@@ -147,7 +149,7 @@ class Link:
             return None
         try:
             reply = self._request(make, due_ms, meanwhile)
-            if reply is None:
+            if reply is None and not self._gone:
                 self._trip("no answer within the deadline")
             return self._expected(kind, reply)
         finally:
@@ -226,6 +228,8 @@ class Link:
         return self._lock.acquire(timeout=max(0.0, due_ms - self._clock.now_ms()) / 1000)
 
     def _send(self, message: wire.Message) -> bool:
+        if self._gone:  # closed by another thread while this one waited for the lock
+            return False
         try:
             self._endpoint.send(wire.encode(message))
         except PeerLost:
@@ -234,8 +238,7 @@ class Link:
         return True
 
     def _flush(self) -> None:
-        for notice in self.session.take_notices():
-            self._send(notice)
+        self.session.say_what_ended(self._send)
 
     def _send_request(self, make: Callable[[int], wire.Request]) -> int | None:
         if self._breaker.is_open:  # it opened while we waited for the lock
