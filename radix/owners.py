@@ -82,11 +82,14 @@ class Owners:
             if node is not None:
                 yield node
 
-    def extents_by_heat(self, slots_per_extent: int) -> list[tuple[float, int, bool]]:
-        """Query. (mean last use of its blocks, extent, whether no pin holds any of them), coldest first."""
-        num_extents = -(-len(self._owner) // slots_per_extent)
-        owner = np.full((num_extents, slots_per_extent), _NOBODY, np.int32)
-        owner.ravel()[: len(self._owner)] = self._owner
+    def extents_by_heat(self, slots_per_extent: int, width: int) -> list[tuple[float, int, bool]]:
+        """Query. (mean last use of its blocks, extent, whether no pin holds any of them), coldest first.
+
+        Only the first `width` slot numbers of each extent are looked at.
+        """
+        self._grow(-(-len(self._owner) // slots_per_extent) * slots_per_extent)
+        owner = self._owner[: len(self._owner) // slots_per_extent * slots_per_extent]
+        owner = owner.reshape(-1, slots_per_extent)[:, :width]
         owned = owner != _NOBODY
         num_blocks = owned.sum(axis=1)
         used = np.flatnonzero(num_blocks)

@@ -321,12 +321,13 @@ class PrefixTree:
         node = self._victim(group)
         return None if node is None else node.last_used
 
-    def extents_by_heat(self, slots_per_extent: int) -> list[tuple[float, int, bool]]:
+    def extents_by_heat(self, slots_per_extent: int, width: int) -> list[tuple[float, int, bool]]:
         """Query. (mean last use of its blocks, extent, drainable) of each extent that has blocks, coldest first.
 
-        Drainable: no lease holds a block in it, so none that follows one. Slot s lies in extent s // slots_per_extent.
+        Drainable: no lease holds a block in it, so none that follows one. Slot s lies in extent s // slots_per_extent,
+        among its first `width` numbers.
         """
-        return self._owners.extents_by_heat(slots_per_extent)
+        return self._owners.extents_by_heat(slots_per_extent, width)
 
     def _victim(self, group: int) -> Node | None:
         return self._groups[group].policy.victim() if group in self._groups else None

@@ -144,6 +144,7 @@ def test_a_forked_child_gets_misses_and_disturbs_nobody(daemon: Daemon) -> None:
 tokens = chat(60)
 store(cache, tokens)
 hit = cache.acquire(tokens)
+parents = list(hit.blocks())
 later = cache.acquire(tokens, wait=False)
 reservation = cache.reserve(chat(61))
 child = os.fork()
@@ -156,7 +157,12 @@ if not child:
         assert mine.num_blocks == 0 and mine.start == 64 and not mine.commit()
     assert not client.status()["available"]
     assert later.wait() == 0
-    next(reservation.blocks()).write(kv_of(SPEC, chat(61), 0, 16))
+    for touch in (lambda: next(reservation.blocks()).write(kv_of(SPEC, chat(61), 0, 16)), lambda: parents[0].array):
+        try:
+            touch()
+            os._exit(2)
+        except ValueError:
+            pass
     assert not reservation.commit()
     cache.prefetch(tokens); cache.clear(); cache.report(ttft_ms=1.0)
     try:
@@ -665,7 +671,7 @@ def test_a_daemon_that_talks_nonsense_is_no_daemon(tmp_path: Path, answer: str, 
     """SEC, HNG: at connect, one error in bounded time."""
     address = f"ipc://{daemon.folder}/nonsense"
     slab = {"another slab": daemon.slabs[0], "absent slab": tmp_path / "slab"}.get(answer, Path())
-    welcome = wire.Welcome(0, 1, 5, 65536, str(slab), "", 1 << 20, 1 << 20, True)
+    welcome = wire.Welcome(0, 1, 5, 65536, str(slab), "", True)
     replies: dict[str, wire.Reply] = {
         "another reply": wire.Found(0, 5),
         "failure": wire.Failed(0, "error", "the daemon failed"),

@@ -245,7 +245,6 @@ def hostile_message(choose: random.Random, session: int, spec_ids: list[int]) ->
             wire.Release(session, [few() for _ in range(few())]),
             wire.Abort(session, number),
             wire.Discard(session, number, choose.choice([0, 1, 5, 1 << 40]), "any\0thing"),
-            wire.Prefetch(session, spec_id, hashes),
             wire.Report(session, spec_id, few(), 1.0, 1.0),
             wire.GetStatus(1),
             *([wire.Clear(1, session, spec_id)] if few() == 0 else []),

@@ -602,8 +602,8 @@ def test_discard_of_nothing_changes_nothing(node: Node) -> None:
     assert node.find(ids(1, 2)) == 8
     assert node.store.stats.discards == {"other": 3}
     for _ in range(2):
-        node.store.discard(node.session, 7, 0, "tokens")
-    assert node.store.stats.discards == {"other": 3, "tokens": 2}
+        node.store.discard(node.session, 7, 0, "header")
+    assert node.store.stats.discards == {"other": 3, "header": 2}
     assert node.find(ids(1, 2)) == 0
 
 

@@ -346,7 +346,7 @@ def test_extents_are_told_coldest_first_and_drained(cache: Cache) -> None:
     for token in (1, 2, 3):
         cache.insert((token,) * T * EXTENT)
     pin = cache.pin((1,) * T)  # one of extent 0's four blocks was used at tick 4, the others at tick 1
-    assert cache.tree.extents_by_heat(EXTENT) == [(1.75, 0, False), (2.0, 1, True), (3.0, 2, True)]
+    assert cache.tree.extents_by_heat(EXTENT, EXTENT) == [(1.75, 0, False), (2.0, 1, True), (3.0, 2, True)]
     assert sorted(cache.tree.drain(1, EXTENT)) == [4, 5, 6, 7]
     with pytest.raises(AssertionError):
         cache.tree.drain(0, EXTENT)
@@ -356,9 +356,9 @@ def test_extents_are_told_coldest_first_and_drained(cache: Cache) -> None:
 def test_drain_takes_followers_in_other_extents(cache: Cache) -> None:
     cache.insert((1,) * T * 6)
     cache.insert((1,) * T * 3 + (2,) * T * 3, start=3)
-    assert cache.tree.extents_by_heat(EXTENT) == [(1.5, 1, True), (1.75, 0, True), (2.0, 2, True)]
+    assert cache.tree.extents_by_heat(EXTENT, EXTENT) == [(1.5, 1, True), (1.75, 0, True), (2.0, 2, True)]
     assert len(cache.tree.drain(0, EXTENT)) == 9
-    assert cache.tree.extents_by_heat(EXTENT) == []
+    assert cache.tree.extents_by_heat(EXTENT, EXTENT) == []
     cache.tree.check([])
 
 
@@ -493,7 +493,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule()
     def drain(self) -> None:
-        extent = next((extent for _, extent, drainable in self.tree.extents_by_heat(EXTENT) if drainable), None)
+        extent = next((extent for _, extent, drainable in self.tree.extents_by_heat(EXTENT, EXTENT) if drainable), None)
         if extent is not None:
             gone = self.tree.drain(extent, EXTENT)
             assert {slot for slot in self.model.values() if slot // EXTENT == extent} <= set(gone)

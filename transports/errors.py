@@ -23,7 +23,3 @@ class AddressInUse(TransportError):
 
 class PeerLost(TransportError):
     """Nobody is connected at the other end."""
-
-
-class PeerTimeout(TransportError):
-    """No reply arrived before the deadline."""

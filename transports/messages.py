@@ -7,7 +7,7 @@ Grammar (one ZeroMQ message each way; the body is one MessagePack array, its fir
               / notice                   ; one-way, never answered
     request   = hello / attach / find / acquire / reserve / commit / clear / status
     reply     = welcome / attached / found / acquired / reserved / committed / done / state / failed
-    notice    = release / abort / discard / prefetch / report / goodbye
+    notice    = release / abort / discard / report / goodbye
 
 - Order: messages of one connection are handled in the order sent. A client that stopped waiting for `acquired`
   therefore sends `release` with the same lease id and leaves nothing behind.
@@ -175,15 +175,6 @@ class Discard(Message, frozen=True, tag=22):
     reason: Text
 
 
-class Prefetch(Message, frozen=True, tag=23):
-    session: Id
-    spec_id: SpecId
-    hashes: Hashes
-
-    def __post_init__(self) -> None:
-        _require_whole(hashes=(self.hashes, 16))
-
-
 class Report(Message, frozen=True, tag=24):
     """What the engine measured: feeds load-or-recompute and metrics."""
 
@@ -207,8 +198,6 @@ class Welcome(Reply, frozen=True, tag=40):
     session: Id
     slab_path: Text
     sessions_path: Text
-    capacity_nbytes: Count
-    extent_nbytes: Count
     checksums: bool
 
 
@@ -265,7 +254,7 @@ class Failed(Reply, frozen=True, tag=48):
 
 
 AnyRequest = Hello | Attach | Find | Acquire | Reserve | Commit | Clear | GetStatus
-AnyNotice = Release | Abort | Discard | Prefetch | Report | Goodbye
+AnyNotice = Release | Abort | Discard | Report | Goodbye
 AnyReply = Welcome | Attached | Found | Acquired | Reserved | Committed | Done | State | Failed
 AnyMessage = AnyRequest | AnyNotice | AnyReply
 

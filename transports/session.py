@@ -10,12 +10,11 @@ BACKOFF_MS_MAX = 1000.0
 
 
 class Exchange:
-    """Replies matched to requests by id. Late, repeated and foreign replies fall on the floor and are counted."""
+    """Replies matched to requests by id. Late, repeated and foreign replies fall on the floor."""
 
     def __init__(self) -> None:
         self._replies: OrderedDict[int, Reply | None] = OrderedDict()  # None: still waited for
         self._last_id = 0
-        self.num_unwanted = 0
 
     def begin(self) -> int:
         """Changes state. A fresh request id; the oldest request is forgotten beyond PENDING_MAX."""
@@ -29,8 +28,6 @@ class Exchange:
         """Changes state. Keep a reply for whoever waits for it; the first one counts."""
         if self._replies.get(reply.request_id, reply) is None:
             self._replies[reply.request_id] = reply
-        else:
-            self.num_unwanted += 1
 
     def take(self, request_id: int) -> Reply | None:
         """Changes state. The reply, once; None while it has not come."""

@@ -67,6 +67,11 @@ class Session:
     reservations: dict[int, Reservation] = field(default_factory=dict)
     held_nbytes: int = 0
 
+    @property
+    def holds_anything(self) -> bool:
+        """Query."""
+        return bool(self.leases or self.reservations)
+
     def add_lease(self, lease_id: int, lease: Lease) -> None:
         """Changes state."""
         assert lease_id not in self.leases

@@ -25,7 +25,7 @@ SESSIONS_MAX = 1024
 SESSION_ID_SHIFT = 15  # generations are nanoseconds: 33 us apart, ids differ, and they fit 47 bits until the year 2116
 SPECS_MAX = 65536
 QUARANTINE_MS = 10_000.0
-DISCARD_REASONS = ("header", "checksum", "tokens")
+DISCARD_REASONS = ("header",)
 NO_KEYS_DIGEST = keys_digest(())
 HASH_NBYTES = 16
 
@@ -233,7 +233,8 @@ class Store:
         wanted = num_blocks - done
         if wanted == 0 or start_token < start:
             return Grant(start_token, b"", 0, wanted)
-        return self._reserve(session, entry, reservation_id, hashes, match._replace(partial=None), wanted, bool(tail))
+        match = match._replace(partial=None, partial_tokens=0)
+        return self._reserve(session, entry, reservation_id, hashes, match, wanted, bool(tail))
 
     def sealable(self, session_id: int, reservation_id: int, count: int) -> int:
         """Query. How many of the first `count` reserved blocks `commit` would leave cached: all, or none.
@@ -354,7 +355,7 @@ class Store:
     def _lease(self, session: Session, entry: SpecEntry, query: Query) -> Lease | None:
         match = self._match(entry, query)
         num_blocks = match.num_blocks + (match.partial is not None)
-        if not num_blocks or len(session.leases) == LEASES_MAX:
+        if not num_blocks or len(session.leases) >= LEASES_MAX:
             return None
         room = self._room_blocks(session, entry)
         if room < num_blocks:  # what the session holds already costs it nothing

@@ -197,7 +197,8 @@ class Tier:
         """
         self._evicted_since_look[slot_nbytes] = 0
         coldest = self.tree.coldest(slot_nbytes) if enough else None
-        for heat, extent, drainable in self.tree.extents_by_heat(SLOTS_PER_EXTENT_MAX):
+        width = max(self.pool.slots_per_extent(size) for size in self.pool.classes)
+        for heat, extent, drainable in self.tree.extents_by_heat(SLOTS_PER_EXTENT_MAX, width):
             if coldest is not None and heat >= coldest:
                 return False
             if drainable and self._may_drain(extent, slot_nbytes):

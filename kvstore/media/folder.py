@@ -52,6 +52,16 @@ class SlabFolder:
         except OSError as exc:
             os.close(self._lock_fd)
             raise TierUnavailable(f"memory.path={path}: in use by another daemon") from exc
+        if not self._holds_the_lock_file():
+            os.close(self._lock_fd)
+            raise TierUnavailable(f"memory.path={path}: another daemon was just ending there; try again")
+
+    def _holds_the_lock_file(self) -> bool:
+        """Whether what we locked is still what the folder shows: `remove` unlinks the file while it holds it."""
+        try:
+            return os.path.samestat(os.fstat(self._lock_fd), os.stat(self.path / "lock"))
+        except FileNotFoundError:
+            return False
 
     @property
     def sessions_path(self) -> Path:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import operator
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 from kvstore.clock import MonotonicClock
 from kvstore.config import Config, config_from, load_config
@@ -18,16 +18,16 @@ from kvstore.service.hit import Hit
 from kvstore.service.hold import Hold
 from kvstore.service.link import Link, Session
 from kvstore.service.prompt import ExtraKeys, Prompt
-from kvstore.service.reservation import Reservation
+from kvstore.service.reservation import Reservation, bounded
 from kvstore.spec import KVSpec
-from radix import HashKind
+from radix import HASH_NBYTES
 from transports import messages as wire
 from transports.errors import AddressInvalid
+from transports.messages import TOKENS_MAX
 from transports.network import Endpoint
 from transports.zeromq import ZmqEndpoint
 
 log = logging.getLogger("kvstore")
-REQUESTS_REMEMBERED_MAX = 4096
 DEADLINE_MS = 200.0
 
 
@@ -82,8 +82,7 @@ class Cache:
         self.spec = spec
         self._client = client  # which lives as long as its caches do
         self._link = link
-        self._requests: OrderedDict[str, tuple[bytes, Hit]] = OrderedDict()
-        self._requests_lock = threading.Lock()
+        self._requests: WeakValueDictionary[str, Hit] = WeakValueDictionary()  # the caller's hits, by request id
 
     def match(self, token_ids: Any, extra_keys: ExtraKeys = ()) -> int:
         """Query. Tokens cached now; no pin, no promise. 0 on any fault. ValueError, TypeError: not token ids."""
@@ -118,20 +117,21 @@ class Cache:
         known = self._known_hit(request_id, prompt)
         if known is not None:
             return known
-        hold = Hold(self._link, session, self._link.new_id(), reservation=False)
+        hold = Hold(self._client, self._link, session, self._link.new_id(), reservation=False)
 
         def make(number: int) -> wire.Request:
             return wire.Acquire(
                 number, session.id, spec_id, hold.number, prompt.hashes, prompt.tokens, prompt.key_facts
             )
 
+        pending = None if wait else self._link.ask_later(make, deadline_ms)
+        hit = Hit(prompt, hold, pending)
         if wait:
-            hit = Hit(prompt, hold, None)
             hit.settle_with(self._link.ask(wire.Acquired, make, deadline_ms, lambda: prompt.whole_identities))
-        else:
-            hit = Hit(prompt, hold, self._link.ask_later(make, deadline_ms))
+        elif pending is None:
+            hit.settle_with(None)
         if request_id is not None:
-            self._remember(request_id, prompt, hit)
+            self._requests[request_id] = hit
         return hit
 
     def reserve(self, token_ids: Any, start: int = 0, extra_keys: ExtraKeys = ()) -> Reservation:
@@ -139,31 +139,28 @@ class Cache:
 
         `start`: the caller has no KV before this token. ValueError, TypeError: not token ids, or a negative start.
         """
+        start = min(operator.index(start), TOKENS_MAX)
         if start < 0:
             raise ValueError(f"start={start} is negative")
         asked = self._prompt(token_ids, extra_keys)
         if asked is None:
             return Reservation(None, None, len(token_ids), b"", 0, False)
         session, spec_id, prompt = asked
-        hold = Hold(self._link, session, self._link.new_id(), reservation=True)
-        grant = self._grant(session, spec_id, hold.number, prompt, start, prompt.num_blocks)
-        if grant is not None and not grant.slots and grant.available and grant.start >= start:
-            # Not all fits: ask once more for what does. Somebody else may have been faster; then there is no room.
-            fits = grant.start // self.spec.block_tokens + grant.available
-            grant = self._grant(session, spec_id, hold.number, prompt, start, fits)
+        hold = Hold(self._client, self._link, session, self._link.new_id(), reservation=True)
+        grant = None
+        try:
+            grant = self._grant(session, spec_id, hold.number, prompt, start)
+        finally:  # also when the caller is interrupted while it waits: nothing stays reserved
+            if grant is None or not grant.slots:
+                hold.let_go()
         if grant is not None and grant.slots:
             sums = session.welcome.checksums
             return Reservation(prompt, hold, grant.start, grant.slots, grant.generation, sums)
-        hold.let_go()
-        earlier = grant is not None and not grant.slots and grant.start < start
+        earlier = grant is not None and grant.start < start
         return Reservation(None, None, grant.start if grant and earlier else len(token_ids), b"", 0, False)
 
     def prefetch(self, token_ids: Any, extra_keys: ExtraKeys = ()) -> None:
-        """Changes state. Say that this prompt comes soon. Costs one enqueue."""
-        asked = self._prompt(token_ids, extra_keys)
-        if asked is not None:
-            session, spec_id, prompt = asked
-            self._link.notify(wire.Prefetch(session.id, spec_id, prompt.hashes))
+        """Query. Say that this prompt comes soon. No effect yet: there is no tier below to bring its blocks up from."""
 
     def clear(self) -> None:
         """Changes state. Forget every block of this spec. Blocks under a lease go when it ends."""
@@ -179,14 +176,14 @@ class Cache:
         prefill_ms: float | None = None,
         ttft_ms: float | None = None,
     ) -> None:
-        """Changes state. Tell the store what the engine measured. ValueError: a negative or boundless number."""
-        for name, value in (("prefill_tokens", prefill_tokens), ("prefill_ms", prefill_ms), ("ttft_ms", ttft_ms)):
-            if value is not None and not 0 <= value <= wire.MS_MAX:
-                raise ValueError(f"{name}={value} is not within 0..{wire.MS_MAX:g}")
+        """Changes state. Tell the store what the engine measured. What is no number within bounds is left out."""
         session = self._link.session
         attached = session.attached.get(self.spec.fingerprint)
         if attached is not None:
-            self._link.notify(wire.Report(session.id, attached.spec_id, prefill_tokens, prefill_ms, ttft_ms))
+            tokens = bounded(prefill_tokens, 0, wire.MS_MAX)
+            times = (bounded(value, 0, wire.MS_MAX) for value in (prefill_ms, ttft_ms))
+            count = None if tokens is None else int(tokens)
+            self._link.notify(wire.Report(session.id, attached.spec_id, count, *times))
 
     def _prompt(self, token_ids: Any, extra_keys: ExtraKeys) -> tuple[Session, int, Prompt] | None:
         """The prompt, hashed as the daemon wants it; None without hashing when there is no daemon to ask."""
@@ -196,32 +193,33 @@ class Cache:
         attached = session.attached.get(self.spec.fingerprint)
         if attached is None:
             return None
-        return session, attached.spec_id, Prompt(self.spec, HashKind(attached.hash_kind), token_ids, extra_keys)
+        return session, attached.spec_id, Prompt(self.spec, attached.hash_kind, token_ids, extra_keys)
 
-    def _grant(
-        self, session: Session, spec_id: int, number: int, prompt: Prompt, start: int, num_blocks: int
+    def _grant(self, session: Session, spec_id: int, number: int, prompt: Prompt, start: int) -> wire.Reserved | None:
+        """Slots for all that is missing; if that is too much, for as much as fits. Both within one deadline."""
+        due_ms = self._link.due_ms()
+        grant = self._ask_grant(session, spec_id, number, prompt, start, prompt.num_blocks, due_ms)
+        if grant is None or grant.slots or not grant.available or grant.start < start:
+            return grant
+        # Somebody else may be faster than this second question; then there is no room.
+        fits = grant.start // self.spec.block_tokens + grant.available
+        return self._ask_grant(session, spec_id, number, prompt, start, fits, due_ms)
+
+    def _ask_grant(
+        self, session: Session, spec_id: int, number: int, prompt: Prompt, start: int, num_blocks: int, due_ms: float
     ) -> wire.Reserved | None:
-        hashes = prompt.hashes[: 16 * num_blocks]
+        hashes = prompt.hashes[: HASH_NBYTES * num_blocks]
         tail = prompt.tail if num_blocks == prompt.num_blocks else b""
 
         def make(request_id: int) -> wire.Request:
             return wire.Reserve(request_id, session.id, spec_id, number, hashes, start, tail)
 
-        return self._link.ask(wire.Reserved, make, meanwhile=lambda: prompt.identities)
+        return self._link.ask(wire.Reserved, make, due_ms - self._link.now_ms(), lambda: prompt.identities)
 
     def _known_hit(self, request_id: str | None, prompt: Prompt) -> Hit | None:
-        if request_id is None:
-            return None
-        with self._requests_lock:
-            hashes, hit = self._requests.get(request_id, (b"", None))
-            return hit if hit is not None and not hit.is_over and hashes == prompt.hashes else None
-
-    def _remember(self, request_id: str, prompt: Prompt, hit: Hit) -> None:
-        with self._requests_lock:
-            self._requests[request_id] = prompt.hashes, hit
-            self._requests.move_to_end(request_id)
-            while len(self._requests) > REQUESTS_REMEMBERED_MAX:
-                self._requests.popitem(last=False)
+        hit = self._requests.get(request_id) if request_id is not None else None
+        same = hit is not None and not hit.is_over and hit.prompt.hashes == prompt.hashes
+        return hit if same else None
 
 
 def connect(address: str, deadline_ms: float = DEADLINE_MS) -> Client:

@@ -16,7 +16,7 @@ from kvstore.clock import Clock, MonotonicClock
 from kvstore.config import CAPACITY_NBYTES_MIN, Config
 from kvstore.core.leases import Session
 from kvstore.core.store import SESSIONS_MAX
-from kvstore.errors import ConfigInvalid
+from kvstore.errors import ConfigInvalid, TierUnavailable
 from kvstore.media.folder import SlabFolder, default_folder, require_memory
 from kvstore.media.memory import Slab
 from kvstore.service.liveness import SessionsFile, Watched
@@ -36,10 +36,7 @@ class Daemon:
     """Everything a `kvstore serve` process holds. `close` gives it all back."""
 
     def __init__(self, config: Config, clock: Clock | None = None) -> None:
-        """Changes state. ConfigInvalid or TierUnavailable, each with one line for the operator;
-
-        nothing is left behind then.
-        """
+        """Changes state. ConfigInvalid or TierUnavailable, one line for the operator, and nothing is left behind."""
         require_capacity(config)
         self._clock = clock or MonotonicClock()
         self._watched: dict[int, Watched] = {}
@@ -58,9 +55,16 @@ class Daemon:
             self._poll.register(fd, select.POLLIN)
 
     def _open_slab(self, config: Config, held: ExitStack) -> None:
-        memory = config.memory
-        folder = SlabFolder(Path(memory.path).absolute() if memory.path else default_folder(config.address))
+        path = config.memory.path
+        folder = SlabFolder(Path(path).absolute() if path else default_folder(config.address))
         held.callback(folder.remove)
+        try:
+            self._make_slab(config, folder, held)
+        except OSError as exc:
+            raise TierUnavailable(f"memory.path={folder.path}: {exc.strerror or exc}") from exc
+
+    def _make_slab(self, config: Config, folder: SlabFolder, held: ExitStack) -> None:
+        memory = config.memory
         folder.remove_old_slabs()
         require_memory(geometry_for(memory.capacity).file_nbytes, folder.path)
         self._sessions_file = SessionsFile(folder.sessions_path, SESSIONS_MAX)
@@ -126,6 +130,7 @@ class Daemon:
         def send(reply: Reply) -> None:
             if not self._listener.send(incoming.peer, encode(reply)):
                 log.info("reply dropped: peer is gone or does not read pid=%s", incoming.sender_pid())
+            os.sched_yield()  # the transport's thread takes the answer away before the loop goes on
 
         self.service.dispatch(message, send, incoming.sender_pid)
 
@@ -151,14 +156,23 @@ class Daemon:
                 self._end(session_id, quarantine=False)
 
     def _sweep(self, now_ms: float) -> None:
-        """Sessions that said goodbye, or whose lock is gone though we could not watch their process."""
+        """Sessions that said goodbye, and those whose lock is gone.
+
+        A process that we watch and that lives keeps what it holds, whatever became of its lock: it could have lost it
+        by closing a descriptor of the sessions file, and still be reading.
+        """
         open_sessions = {session.id: session for session in self.service.store.sessions}
-        for session_id in list(self._watched):
+        for session_id, watched in list(self._watched.items()):
             session = open_sessions.get(session_id)
             if session is None:
                 self._forget(session_id)
-            elif now_ms - self._born_ms[session_id] > CONFIRM_MS and not self._sessions_file.is_held(session.number):
+            elif self._is_gone(session, watched, now_ms):
                 self._end(session_id, quarantine=True)
+
+    def _is_gone(self, session: Session, watched: Watched, now_ms: float) -> bool:
+        if now_ms - self._born_ms[session.id] <= CONFIRM_MS or self._sessions_file.is_held(session.number):
+            return False
+        return watched.pidfd is None or not session.holds_anything
 
     def _end(self, session_id: int, *, quarantine: bool) -> None:
         """A session whose process is gone. One that had said goodbye is closed already: nothing happens to it."""

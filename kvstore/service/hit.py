@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from types import TracebackType
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from kvstore.core.layout import HEADER_NBYTES, identity_bytes, parse_header
 from kvstore.service.hold import Array, Hold
-from kvstore.service.link import Pending
+from kvstore.service.link import DEADLINE_MS_MAX, Pending
 from kvstore.service.prompt import Prompt
 from radix import block_symbols_of, common_tokens
 from transports import messages as wire
@@ -60,6 +61,7 @@ class Hit:
         self._planned = 0
         self._verified: list[Block] = []
         self._is_final = prompt is None
+        self._busy = threading.Lock()  # of the thread that settles or verifies
 
     @property
     def prompt(self) -> Prompt:
@@ -98,11 +100,12 @@ class Hit:
 
     def wait(self, deadline_ms: float | None = None) -> int:
         """Changes state. Verify the leased blocks; the tokens of those that are what they should be. Final."""
-        if self._hold is not None and not self._settle(
-            self._hold.link.deadline_ms if deadline_ms is None else deadline_ms
-        ):
-            self._give_up()
-        self._verify()
+        if self._hold is not None:
+            deadline_ms = self._hold.link.deadline_ms if deadline_ms is None else deadline_ms
+            if not self._settle(deadline_ms):
+                self._give_up()
+            with self._busy:
+                self._verify()
         return self.verified_tokens
 
     def blocks(self) -> Iterator[Block]:
@@ -113,8 +116,7 @@ class Hit:
     def release(self) -> None:
         """Changes state. End the lease, as soon as no array of it is alive. Idempotent."""
         self._is_final = True
-        if self._hold is not None:
-            self._hold.let_go()
+        self._let_go()
 
     def __enter__(self) -> Hit:
         return self
@@ -125,8 +127,7 @@ class Hit:
         self.release()
 
     def __del__(self) -> None:
-        if self._hold is not None:
-            self._hold.let_go()
+        self._let_go()
 
     def settle_with(self, reply: wire.Acquired | None) -> None:
         """Changes state. The daemon's answer; None is a miss."""
@@ -147,11 +148,19 @@ class Hit:
         return slab.contains(offsets, spec.slot_nbytes)
 
     def _settle(self, wait_ms: float) -> bool:
-        if self._pending is not None:
-            settled, reply = self.hold.link.poll(wire.Acquired, self._pending, wait_ms)
-            if not settled:
-                return False
-            self.settle_with(reply)
+        if self._pending is None:
+            return True
+        if not self._busy.acquire(timeout=max(0.0, min(wait_ms, DEADLINE_MS_MAX)) / 1000):
+            return False  # another thread waits for the same answer
+        try:
+            pending = self._pending
+            if pending is not None:
+                settled, reply = self.hold.link.poll(wire.Acquired, pending, wait_ms)
+                if not settled:
+                    return False
+                self.settle_with(reply)
+        finally:
+            self._busy.release()
         return True
 
     def _give_up(self) -> None:
@@ -159,10 +168,16 @@ class Hit:
 
         The daemon may have pinned blocks for an answer that came too late, so the lease is ended all the same.
         """
-        self._pending = None
         self._planned = 0
         self._is_final = True
-        self.hold.let_go()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        pending, self._pending = self._pending, None
+        if self._hold is not None:
+            if pending is not None:
+                self._hold.link.disregard(pending)
+            self._hold.let_go()
 
     def _verify(self) -> None:
         """Check every leased block against the prompt. The first one that is wrong ends the hit and is reported."""

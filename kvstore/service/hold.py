@@ -27,13 +27,15 @@ Array = npt.NDArray[np.generic]
 class Hold:
     """One lease or reservation of a session."""
 
-    def __init__(self, link: Link, session: Session, number: int, *, reservation: bool) -> None:
-        """Changes state. From now on the session is in use."""
+    def __init__(self, owner: object, link: Link, session: Session, number: int, *, reservation: bool) -> None:
+        """Changes state. From now on the session is in use. `owner`: lives as long as this does."""
         self.link = link
+        self._owner = owner
         self.session = session
         self.number = number
         self._ends: tuple[str, ...] = (RESERVATION,) if reservation else (LEASE,)
         self._lent: dict[int, _Lent] = {}  # by the buffer's id; a weak reference to a buffer has no hash
+        self._lends = True
         self._let_go = False
         session.in_use.add(number)
 
@@ -53,8 +55,10 @@ class Hold:
         return any(lent() is not None for lent in list(self._lent.values()))
 
     def becomes_lease(self, *, surely: bool) -> None:
-        """Changes state. A commit turned the reservation into a lease of the same number; if that is not sure, both are
-        ended in the end, since ending what does not exist is no error."""
+        """Changes state. A commit turned the reservation into a lease of the same number.
+
+        If that is not sure, both are ended in the end, since ending what does not exist is no error.
+        """
         self._ends = (LEASE,) if surely else (RESERVATION, LEASE)
 
     def lend(
@@ -62,25 +66,26 @@ class Hold:
     ) -> Array:
         """Changes state. An array on the payload of a slot; the hold lasts while it or any view of it lives.
 
-        ValueError after `let_go`: the slot may be another block's by then.
+        ValueError once the hold has ended, and in a forked child: the slot may be another block's by then.
         """
-        self.require_open()
         buffer = self.session.slab.payload_buffer(offset, nbytes)
         self._lent[id(buffer)] = _Lent(buffer, self)
+        if not self._lends or not self.link.is_own_process:  # asked last: another thread may end it at any moment
+            raise ValueError("the lease or reservation of this block has ended")
         array: Array = np.ndarray(shape, dtype, cast("mmap", buffer))  # numpy's stubs do not know ctypes
         array.flags.writeable = writeable
         return array
 
-    def require_open(self) -> None:
-        """Query. ValueError after `let_go`."""
-        if self._let_go:
-            raise ValueError("the lease or reservation of this block has ended")
+    def stop_lending(self) -> None:
+        """Changes state. What is lent stays valid; nothing is lent any more."""
+        self._lends = False
 
     def let_go(self) -> None:
         """Changes state. The owner is done. Idempotent."""
         if self._let_go:
             return
         self.session.lingering.add(self)  # first: the last array may go on another thread meanwhile
+        self._lends = False
         self._let_go = True
         if self.has_views:
             _say_once()
@@ -90,6 +95,7 @@ class Hold:
 
     def forget(self) -> None:
         """Changes state. The daemon has ended it already (a commit without living arrays)."""
+        self._lends = False
         self._let_go = True
         self.session.in_use.discard(self.number)
 

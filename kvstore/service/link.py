@@ -16,15 +16,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import NamedTuple, TypeVar
 
 from kvstore.clock import Clock
-from kvstore.errors import DaemonUnavailable, KVStoreError, from_code
+from kvstore.errors import DaemonUnavailable, KVStoreError, SpecMismatch, from_code
 from kvstore.media.memory import Slab
 from kvstore.service.liveness import hold_session, let_session_go
 from kvstore.spec import KVSpec, encode_spec
+from radix import HashKind
 from transports import messages as wire
 from transports.errors import PeerLost, RemoteProtocolError
 from transports.network import Endpoint
@@ -34,9 +37,18 @@ log = logging.getLogger("kvstore")
 R = TypeVar("R", bound=wire.Reply)
 
 KEEPER_PAUSE_MS = 200.0
+NOTICE_MS = 5.0  # a notice waits so long for the lock, then it is lost
+DEADLINE_MS_MAX = 1e7
 HELLO_MS = 1000.0
 LEASES_PER_NOTICE = 1024
 LEASE, RESERVATION = "lease", "reservation"
+
+
+class Attached(NamedTuple):
+    """A spec as the daemon knows it."""
+
+    spec_id: int
+    hash_kind: HashKind
 
 
 @dataclass(slots=True)
@@ -46,7 +58,7 @@ class Session:
     welcome: wire.Welcome
     slab: Slab
     lock_fd: int | None  # of the sessions file; None in an embedded store
-    attached: dict[bytes, wire.Attached] = field(default_factory=dict)  # by the spec's fingerprint
+    attached: dict[bytes, Attached] = field(default_factory=dict)  # by the spec's fingerprint
     in_use: set[int] = field(default_factory=set)  # leases and reservations that have not ended
     lingering: set[object] = field(default_factory=set)  # holds that wait for their arrays: nothing else keeps them
     ended_leases: deque[int] = field(default_factory=deque)  # ended here, not yet said: bounded by in_use's history
@@ -114,7 +126,9 @@ class Link:
         self._ids = itertools.count(1)
         self._closed = False
         self._gone = False
-        self._wake = threading.Event()
+        self._wake: SimpleQueue[None] = SimpleQueue()  # unlike an Event it may be set in a finaliser, anywhere
+        self._is_woken = False
+        self._disregarded: deque[int] = deque()  # requests whose replies nobody wants any more
         try:
             self.session = self._hello(None, clock.now_ms() + max(deadline_ms, HELLO_MS))
         except KVStoreError:
@@ -128,6 +142,19 @@ class Link:
     def usable(self) -> bool:
         """Query. Whether asking makes sense; costs next to nothing, so it comes before any hashing."""
         return not self._breaker.is_open and not self._closed and os.getpid() == self._pid
+
+    @property
+    def is_own_process(self) -> bool:
+        """Query. Whether this is the process that connected, and not one forked from it."""
+        return os.getpid() == self._pid
+
+    def now_ms(self) -> float:
+        """Query."""
+        return self._clock.now_ms()
+
+    def due_ms(self) -> float:
+        """Query. When a call that begins now must have ended."""
+        return self._due_ms(None)
 
     def new_id(self) -> int:
         """Changes state. An id for a lease or reservation, unique in this process."""
@@ -145,7 +172,7 @@ class Link:
         `meanwhile`: work of the caller's that is done while the daemon does its own.
         """
         due_ms = self._due_ms(deadline_ms)
-        if not self.usable or not self._lock_until(due_ms):
+        if not self.usable or not self._lock_or_trip(due_ms):
             return None
         try:
             reply = self._request(make, due_ms, meanwhile)
@@ -158,7 +185,7 @@ class Link:
     def ask_later(self, make: Callable[[int], wire.Request], deadline_ms: float | None = None) -> Pending | None:
         """Changes state. Send a request without waiting; None when it cannot be sent."""
         due_ms = self._due_ms(deadline_ms)
-        if not self.usable or not self._lock_until(due_ms):
+        if not self.usable or not self._lock_or_trip(due_ms):
             return None
         try:
             request_id = self._send_request(make)
@@ -187,42 +214,68 @@ class Link:
             self._lock.release()
 
     def notify(self, message: wire.Message) -> None:
-        """Changes state. Send a notice if somebody is connected; else it is lost, which a notice must bear."""
-        if self.usable and self._lock_until(self._due_ms(None)):
+        """Changes state. Send a notice if that is possible at once; else it is lost, which a notice must bear."""
+        if self.usable and self._lock_until(self._due_ms(NOTICE_MS)):
             try:
                 self._send(message)
             finally:
                 self._lock.release()
 
     def flush(self) -> None:
-        """Changes state. Have said what has ended, without waiting: the next call says it, or the keeper right now."""
-        self._wake.set()
+        """Changes state. Have said what has ended, by the next call or the keeper at once. Safe in a finaliser."""
+        self._wake_keeper()
+
+    def disregard(self, pending: Pending) -> None:
+        """Changes state. Nobody will ask for this reply. Safe in a finaliser."""
+        self._disregarded.append(pending.request_id)
 
     def attach(self, spec: KVSpec) -> None:
         """Changes state. Serve this spec, now and after every reconnect. SpecMismatch or DaemonUnavailable."""
         if not self.usable:
             raise DaemonUnavailable("the daemon does not answer, or this process was forked from the client's")
-        with self._lock:
-            self._attach(self.session, spec, self._clock.now_ms() + max(self.deadline_ms, HELLO_MS))
+        due_ms = self._due_ms(max(self.deadline_ms, HELLO_MS))
+        if not self._lock_until(due_ms):
+            raise DaemonUnavailable("the daemon does not answer")
+        try:
+            self._attach(self.session, spec, due_ms)
             self._specs[spec.fingerprint] = spec
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
-        """Changes state. End the session as soon as nothing of it is in use any more."""
-        self._closed = True
-        if os.getpid() == self._pid:
-            with self._lock:
+        """Changes state. End the session as soon as nothing of it is in use any more.
+
+        Now if the lock can be had soon, else by the keeper: a signal handler may call this in the midst of a request.
+        """
+        self.abandon()
+        if self.is_own_process and self._lock_until(self._due_ms(None)):
+            try:
                 self._part()
-            self._wake.set()
+            finally:
+                self._lock.release()
 
     def abandon(self) -> None:
         """Changes state. As `close`, by the keeper and without waiting: for finalisers."""
         self._closed = True
-        self._wake.set()
+        self._wake_keeper()
+
+    def _wake_keeper(self) -> None:
+        if not self._is_woken and self.is_own_process:  # a queue copied by fork may be locked for ever
+            self._is_woken = True
+            self._wake.put(None)
 
     # Everything below runs under the lock
 
     def _due_ms(self, deadline_ms: float | None) -> float:
-        return self._clock.now_ms() + (self.deadline_ms if deadline_ms is None else deadline_ms)
+        wait_ms = self.deadline_ms if deadline_ms is None else deadline_ms
+        return self._clock.now_ms() + (min(wait_ms, DEADLINE_MS_MAX) if wait_ms > 0 else 0.0)
+
+    def _lock_or_trip(self, due_ms: float) -> bool:
+        """The lock, by the deadline. Whoever has it that long waits for a silent daemon: this one is missed too."""
+        if self._lock_until(due_ms):
+            return True
+        self._trip("no answer within the deadline")
+        return False
 
     def _lock_until(self, due_ms: float) -> bool:
         return self._lock.acquire(timeout=max(0.0, due_ms - self._clock.now_ms()) / 1000)
@@ -238,6 +291,8 @@ class Link:
         return True
 
     def _flush(self) -> None:
+        while self._disregarded:
+            self._exchange.forget(self._disregarded.popleft())
         self.session.say_what_ended(self._send)
 
     def _send_request(self, make: Callable[[int], wire.Request]) -> int | None:
@@ -294,7 +349,7 @@ class Link:
         if not self._breaker.is_open:
             log.warning("daemon unavailable, going on without cache: %s", reason)
         self._breaker.trip(self._clock.now_ms())
-        self._wake.set()
+        self._wake_keeper()
 
     def _hello(self, known: Session | None, due_ms: float) -> Session:
         """A session: `known` where the daemon says that it goes on, else a new one. KVStoreError when there is none."""
@@ -322,18 +377,31 @@ class Link:
             time.sleep(0.005)
 
     def _new_session(self, welcome: wire.Welcome, due_ms: float) -> Session:
-        slab = Slab.open(Path(welcome.slab_path), welcome.epoch)
-        lock_fd = None
-        if welcome.sessions_path:
-            lock_fd = hold_session(Path(welcome.sessions_path), welcome.session & 0xFFFF)
+        """Our part in the life of a daemon that has welcomed us. On any failure it is told that we are off again."""
+        try:
+            slab = Slab.open(Path(welcome.slab_path), welcome.epoch)
+            lock_fd = None
+            if welcome.sessions_path:
+                lock_fd = hold_session(Path(welcome.sessions_path), welcome.session & 0xFFFF)
+        except KVStoreError:
+            self._send(wire.Goodbye(welcome.session))
+            raise
         session = Session(welcome, slab, lock_fd)
         try:
             for spec in self._specs.values():
-                self._attach(session, spec, due_ms)
+                self._attach_again(session, spec, due_ms)
         except KVStoreError:
             session.let_go()
+            self._send(wire.Goodbye(welcome.session))
             raise
         return session
+
+    def _attach_again(self, session: Session, spec: KVSpec, due_ms: float) -> None:
+        """A spec that this daemon does not take is a miss from now on; the others go on."""
+        try:
+            self._attach(session, spec, due_ms)
+        except SpecMismatch as exc:
+            log.warning("model %s goes without cache: %s", spec.model, exc)
 
     def _attach(self, session: Session, spec: KVSpec, due_ms: float) -> None:
         request_id = self._exchange.begin()
@@ -345,7 +413,10 @@ class Link:
         if not isinstance(reply, wire.Attached):
             self._exchange.forget(request_id)
             raise DaemonUnavailable("the daemon does not answer")
-        session.attached[spec.fingerprint] = reply
+        try:
+            session.attached[spec.fingerprint] = Attached(reply.spec_id, HashKind(reply.hash_kind))
+        except ValueError:
+            raise SpecMismatch(f"the daemon names blocks by {reply.hash_kind!r}, which this client cannot") from None
 
     def _part(self) -> None:
         """Close for good, unless arrays of ours are still in use: the session must outlive them."""
@@ -364,8 +435,9 @@ class Link:
 
     def _keep(self) -> None:
         while not self._gone:
-            self._wake.wait(self._pause_ms() / 1000)
-            self._wake.clear()
+            with suppress(Empty):
+                self._wake.get(timeout=self._pause_ms() / 1000)
+            self._is_woken = False
             if not self._breaker.is_open and not self._closed:
                 self.session.populate()
             with self._lock:
@@ -373,7 +445,9 @@ class Link:
 
     def _pause_ms(self) -> float:
         probe_ms = self._breaker.probe_due_ms()
-        return KEEPER_PAUSE_MS if probe_ms is None else max(1.0, probe_ms - self._clock.now_ms())
+        if probe_ms is None or self._closed:
+            return KEEPER_PAUSE_MS
+        return max(1.0, probe_ms - self._clock.now_ms())
 
     def _tend(self) -> None:
         if self._closed:
@@ -385,7 +459,7 @@ class Link:
 
     def _probe(self) -> None:
         try:
-            session = self._hello(self.session, self._clock.now_ms() + self.deadline_ms)
+            session = self._hello(self.session, self._due_ms(max(self.deadline_ms, HELLO_MS)))
         except KVStoreError as exc:
             log.debug("probe failed: %s", exc)
             self._breaker.probe_failed(self._clock.now_ms())

@@ -15,6 +15,7 @@ from kvstore.service.prompt import Prompt
 from kvstore.spec import KVSpec
 from transports import messages as wire
 
+_UINT8 = np.dtype(np.uint8)
 PIECE_NBYTES = 1 << 20  # small enough for a cache, large enough for memcpy's fast path (docs/measurements.md)
 
 
@@ -48,18 +49,20 @@ class WritableBlock:
         It has this block's shape, any strides, and the spec's dtype or one of the same width, whose bits are taken.
         ValueError on anything else, and after the reservation has ended.
         """
-        self._hold.require_open()
         spec, shape = self._spec, self._spec.array_shape(self.num_tokens)
         given = np.asarray(source)
         same_width = given.dtype.itemsize == spec.numpy_dtype.itemsize and given.dtype.isnative
         if given.shape != shape or not same_width:
             raise ValueError(f"block.write wants {shape} of {spec.numpy_dtype}, not {given.shape} of {given.dtype}")
         bits = given if given.dtype == spec.numpy_dtype else given.view(spec.numpy_dtype)
-        target = self._hold.session.slab.payload(self.offset, spec.payload_nbytes(self.num_tokens))
+        nbytes = spec.payload_nbytes(self.num_tokens)
+        # Lent for as long as the copy takes: an abort by another thread must not free the slot under it.
+        target = self._hold.lend(self.offset, nbytes, _UINT8, (nbytes,), writeable=True)
         if self._sums:
             self.sum = _copy_and_sum(bits, target)
         else:
             np.copyto(target.view(spec.numpy_dtype).reshape(shape), bits)
+            self.sum = None
         self.is_filled = True
 
     @property
@@ -70,7 +73,7 @@ class WritableBlock:
         return Rect((0, self._spec.num_layers), (0, self._spec.num_kv_heads), self.sum)
 
 
-def _copy_and_sum(source: Array, target: npt.NDArray[np.uint8]) -> int:
+def _copy_and_sum(source: Array, target: Array) -> int:
     """XXH3-64 of `source` in C order, a piece at a time: summed first, then copied from the cache that this filled."""
     if not source.flags.c_contiguous:
         return _copy_and_sum_rows(source, target)
@@ -87,7 +90,7 @@ def _copy_and_sum(source: Array, target: npt.NDArray[np.uint8]) -> int:
     return total.intdigest()
 
 
-def _copy_and_sum_rows(source: Array, target: npt.NDArray[np.uint8]) -> int:
+def _copy_and_sum_rows(source: Array, target: Array) -> int:
     total = xxhash.xxh3_64()
     rows = target.view(source.dtype).reshape(source.shape)
     if source.ndim == 1:
@@ -136,25 +139,21 @@ class Reservation:
         return iter(self._blocks)
 
     def commit(self, priority: int = 0, keep_for_s: float | None = None, output_tokens: int | None = None) -> bool:
-        """Changes state. Make the leading blocks that were filled readable; True if the daemon confirmed it.
+        """Changes state. Make the leading blocks that were filled readable; True if they are cached now.
 
-        `priority`: 1 will return, 0 unknown, -1 will not. `keep_for_s`: expected seconds until it returns.
-        A block nobody wrote to ends the run: it and those after it are given back. ValueError: a hint out of bounds.
+        `priority`: 1 will return, 0 unknown, -1 will not. `keep_for_s`: expected seconds until it returns. A hint out
+        of bounds counts as the nearest that is not. A block nobody wrote to ends the run: it and those after it are
+        given back.
         """
-        if priority not in (-1, 0, 1):
-            raise ValueError(f"priority={priority} is not -1, 0 or 1")
-        if keep_for_s is not None and not 0 <= keep_for_s <= wire.SECONDS_MAX:
-            raise ValueError(f"keep_for_s={keep_for_s} is not within 0..{wire.SECONDS_MAX:g}")
-        if output_tokens is not None and output_tokens < 0:
-            raise ValueError(f"output_tokens={output_tokens} is negative")
-        if self._is_over or not self._hold:
+        if self._is_over:
             return False
         self._is_over = True
         filled = next((at for at, block in enumerate(self._blocks) if not block.is_filled), len(self._blocks))
-        if not filled or not self.hold.can_be_told:
+        hints = _hints(priority, keep_for_s, output_tokens)
+        try:
+            return bool(filled) and self.hold.can_be_told and self._commit(filled, hints)
+        finally:  # also when the caller is interrupted while it waits: nothing stays reserved
             self.hold.let_go()
-            return False
-        return self._commit(filled, priority, keep_for_s, output_tokens)
 
     def abort(self) -> None:
         """Changes state. Give everything back, as soon as no array of it is alive. Idempotent."""
@@ -193,21 +192,38 @@ class Reservation:
             slab.write(block.offset, identity)
             slab.write(block.offset + NBYTES_OFFSET, tail)
 
-    def _commit(self, filled: int, priority: int, keep_for_s: float | None, output_tokens: int | None) -> bool:
+    def _commit(self, filled: int, hints: tuple[int, float | None, int | None]) -> bool:
+        self.hold.stop_lending()  # so that `keep` stays true
         session, keep = self.hold.session, self.hold.has_views
         self._write_headers(self._blocks[:filled])
         summed = bytes(block.sum is not None for block in self._blocks[:filled])
-
-        def make(request_id: int) -> wire.Request:
-            return wire.Commit(
-                request_id, session.id, self.hold.number, summed, keep, priority, keep_for_s, output_tokens
-            )
-
-        reply = self.hold.link.ask(wire.Committed, make)
         if keep:
-            self.hold.becomes_lease(surely=reply is not None)
-        if keep or reply is None:
-            self.hold.let_go()
+            self.hold.becomes_lease(surely=False)
+        reply = self.hold.link.ask(
+            wire.Committed,
+            lambda request_id: wire.Commit(request_id, session.id, self.hold.number, summed, keep, *hints),
+        )
+        if reply is None:
+            return False
+        if keep:
+            self.hold.becomes_lease(surely=True)
         else:
             self.hold.forget()
-        return reply is not None and reply.num_blocks > 0
+        return reply.num_blocks > 0
+
+
+def _hints(
+    priority: float, keep_for_s: float | None, output_tokens: float | None
+) -> tuple[int, float | None, int | None]:
+    """Retention hints as the wire takes them, from any kind of number; one that is no number is no hint."""
+    rank = bounded(priority, -1, 1)
+    seconds = bounded(keep_for_s, 0, wire.SECONDS_MAX)
+    tokens = bounded(output_tokens, 0, wire.TOKENS_MAX)
+    return int(rank or 0), seconds, None if tokens is None else int(tokens)
+
+
+def bounded(value: float | None, low: float, high: float) -> float | None:
+    """Query. The nearest value within bounds; None for None and NaN."""
+    if value is None or value != value:
+        return None
+    return float(min(max(value, low), high))

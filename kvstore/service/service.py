@@ -39,7 +39,7 @@ def geometry_for(capacity_nbytes: int) -> Geometry:
 
 
 class Service:
-    """A store on a real slab. Single-threaded: whoever owns it calls `handle`, `run_completions` and `on_time`."""
+    """A store on a real slab. Single-threaded: whoever owns it calls `dispatch` and `run_completions`."""
 
     def __init__(
         self,
@@ -73,9 +73,10 @@ class Service:
             session_share=config.memory.session_share,
             checksums=config.memory.checksums,
         )
-        self.movers = Movers(NUM_MOVERS)
         slab.allocate_extent(0)
-        self._extent_is_ready(None)
+        self._extent_is_ready()
+        self.movers = Movers(NUM_MOVERS)
+        self.movers.submit(self._allocate_extents, lambda _: None)
 
     # Messages
 
@@ -94,7 +95,6 @@ class Service:
         finally:  # an error that is not ours stops the daemon, but not before the client has its answer
             send(reply)
         if isinstance(message, wire.Commit) and isinstance(reply, wire.Committed):
-            os.sched_yield()  # let the transport's thread take the answer away before the work goes on
             self.store.commit(message.session, message.reservation, message.summed, keep=message.keep)
         self._start_transfers()
 
@@ -167,8 +167,6 @@ class Service:
             self.epoch,
             session.id,
             *self._paths,
-            self.slab.geometry.capacity_nbytes,
-            self.slab.geometry.extent_nbytes,
             self._config.memory.checksums,
         )
 
@@ -240,23 +238,22 @@ class Service:
         identity = header.identity
         return block_symbols_of(identity.tokens, identity.keys_start, identity.keys_digest)
 
-    def _extent_is_ready(self, failure: TierUnavailable | None) -> None:
-        """The next extent may be used; ask for the one after it, so that one is on its way at any time."""
-        if failure is not None:
-            ready, wanted = self.slab.extents_ready, self.slab.geometry.num_extents
-            log.error("%s; going on with %d of %d extents", failure, ready, wanted)
-            return
+    def _extent_is_ready(self) -> None:
         self.store.add_extent(self.slab.extents_ready)
         self.slab.extents_ready += 1
-        if self.slab.extents_ready < self.slab.geometry.num_extents:
-            self.movers.submit(partial(self._allocate, self.slab.extents_ready), self._extent_is_ready)
 
-    def _allocate(self, extent: int) -> TierUnavailable | None:
-        try:
-            self.slab.allocate_extent(extent)
-        except TierUnavailable as exc:
-            return exc
-        return None
+    def _allocate_extents(self) -> None:
+        """On a mover. All extents but the first, in order; each is reported as soon as its memory is there."""
+        num_extents = self.slab.geometry.num_extents
+        for extent in range(1, num_extents):
+            if self.movers.is_closing:
+                return
+            try:
+                self.slab.allocate_extent(extent)
+            except TierUnavailable as exc:
+                log.error("%s; going on with %d of %d extents", exc, extent, num_extents)
+                return
+            self.movers.post(self._extent_is_ready)
 
     def _start_transfers(self) -> None:
         for transfer in self.store.take_transfers():
