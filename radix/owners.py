@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from radix.node import Node
 
 _NOBODY = -1
+_GROWTH = 1 << 16  # slots; extents of any power of two below divide it
 
 
 class Owners:
@@ -62,7 +63,8 @@ class Owners:
 
     def _grow(self, num_slots: int) -> None:
         if num_slots > len(self._owner):
-            grown = np.full(max(num_slots, 2 * len(self._owner)), _NOBODY, np.int32)
+            wanted = max(num_slots, 2 * len(self._owner))
+            grown = np.full(-(-wanted // _GROWTH) * _GROWTH, _NOBODY, np.int32)
             grown[: len(self._owner)] = self._owner
             self._owner = grown
 
@@ -87,9 +89,8 @@ class Owners:
 
         Only the first `width` slot numbers of each extent are looked at.
         """
-        self._grow(-(-len(self._owner) // slots_per_extent) * slots_per_extent)
-        owner = self._owner[: len(self._owner) // slots_per_extent * slots_per_extent]
-        owner = owner.reshape(-1, slots_per_extent)[:, :width]
+        assert _GROWTH % slots_per_extent == 0
+        owner = self._owner.reshape(-1, slots_per_extent)[:, :width]
         owned = owner != _NOBODY
         num_blocks = owned.sum(axis=1)
         used = np.flatnonzero(num_blocks)

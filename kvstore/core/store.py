@@ -31,10 +31,7 @@ HASH_NBYTES = 16
 
 
 class Query(NamedTuple):
-    """A prompt as the wire carries it:
-
-    block hashes, u32le tokens, and per block with extra keys (first start, digest).
-    """
+    """A prompt as the wire carries it. `keys`: per block with extra keys, where the first starts and their digest."""
 
     hashes: bytes
     tokens: bytes

@@ -74,10 +74,7 @@ class Tier:
         self._free(self.tree.unpin(pin))
 
     def reserve(self, slot_nbytes: int, count: int, owner: int) -> tuple[array[int], int] | None:
-        """Changes state. `count` slots and their generation, evicting unpinned blocks if needed;
-
-        None when there is no room.
-        """
+        """Changes state. `count` slots and their generation, evicting unpinned blocks if needed. None: no room."""
         if not self._make_room(slot_nbytes, count):
             return None
         slots = self.pool.take(slot_nbytes, count)
@@ -183,8 +180,7 @@ class Tier:
         return True
 
     def _should_look(self, slot_nbytes: int, enough: bool) -> bool:
-        """Comparing extents reads the whole owner table, so it is done once per extent's worth of evictions, or in
-        need."""
+        """Whether to compare extents now: once per extent's worth of evictions, since it costs a scan, or in need."""
         if len(self.pool.classes) == 1:
             return False
         since = self._evicted_since_look.get(slot_nbytes)

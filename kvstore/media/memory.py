@@ -181,10 +181,7 @@ class Slab:
         self._map[offset : offset + len(data)] = data
 
     def payload(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Query. The first bytes of the payload of the slot at `offset`:
-
-        a view, for use under a lease or reservation.
-        """
+        """Query. A view of the first payload bytes of the slot at `offset`, for use under a lease or reservation."""
         return self._bytes[offset + HEADER_NBYTES : offset + HEADER_NBYTES + nbytes]
 
     def payload_buffer(self, offset: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:

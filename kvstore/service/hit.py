@@ -210,10 +210,7 @@ class Hit:
         return right
 
     def _stored_tokens(self, number: int, num_tokens: int) -> int | None:
-        """How many tokens the slot's block has;
-
-        None if its header neither names this prompt's block nor begins like it.
-        """
+        """Tokens of the slot's block; None if its header neither names this prompt's block nor begins like it."""
         slab, offset = self.hold.session.slab, self.offsets[number]
         identity = self.prompt.identity(number)
         if num_tokens == len(identity.tokens) // 4:

@@ -27,10 +27,7 @@ class SessionsFile:
     """The daemon's view: one lock byte per session number."""
 
     def __init__(self, path: Path, num_sessions: int) -> None:
-        """Changes state. Make the file if it is not there;
-
-        an old one keeps its inode, since clients hold locks on it.
-        """
+        """Changes state. Make the file, or go on with an old one: its inode stays, since clients hold locks on it."""
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         if os.fstat(self._fd).st_size < num_sessions:
             os.ftruncate(self._fd, num_sessions)

@@ -28,7 +28,7 @@ ExtraKeys = Sequence[bytes | tuple[int, bytes]]
 
 
 class Prompt:
-    """Pure.
+    """Token ids and extra keys, hashed and cut into blocks. Pure.
 
     Whole grains only for opaque layouts; what exceeds the protocol's bounds is left out, since it may be forgotten.
     """
