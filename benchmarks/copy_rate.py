@@ -244,7 +244,7 @@ def bars(results: dict[str, Any]) -> list[Bar]:
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("--rounds", type=int, default=24, help="counted rounds for each size and batch")
+    options.add_argument("--rounds", type=int, default=40, help="counted rounds for each size and batch")
     options.add_argument("--echo", metavar="ADDRESS", help=argparse.SUPPRESS)
     given = options.parse_args()
     if given.echo:

@@ -16,7 +16,7 @@ from kvstore.spec import KVSpec
 from transports import messages as wire
 
 _UINT8 = np.dtype(np.uint8)
-PIECE_NBYTES = 1 << 20  # small enough for a cache, large enough for memcpy's fast path (docs/measurements.md)
+PIECE_NBYTES = 2 << 20  # small enough for a cache, large enough for memcpy's fast path (docs/measurements.md)
 
 
 class WritableBlock:
