@@ -286,6 +286,19 @@ def test_a_deadline_of_its_own_bounds_one_call(own_daemon: Daemon) -> None:
         heals(client, cache)
 
 
+@pytest.mark.parametrize("deadline_ms", [float("inf"), 1e13, np.float32(2000), 0, -1.0, float("nan")])
+def test_a_strange_deadline_costs_nothing(daemon: Daemon, deadline_ms: float) -> None:
+    """HNG, LEK: what is no time to wait for is none, what is beyond all bounds is patience."""
+    with daemon.connect() as client:
+        cache = client.attach(SPEC)
+        store(cache, chat(1))
+        for wait in (True, False):
+            with cache.acquire(chat(1), deadline_ms=deadline_ms, wait=wait) as hit:
+                assert hit.wait(deadline_ms) in ({64} if deadline_ms > 1000 else {0, 64})
+            heals(client, cache)
+        wait_until(lambda: holds(daemon.status()) == NOTHING)
+
+
 def test_an_answer_that_comes_too_late_is_given_back(own_daemon: Daemon) -> None:
     """LEK: the daemon reserves and leases for a client that has stopped waiting."""
     with own_daemon.connect(deadline_ms=100) as client:
@@ -710,6 +723,32 @@ def test_a_daemon_that_talks_nonsense_is_no_daemon(tmp_path: Path, answer: str, 
     finally:
         done.set()
         thread.join()
+
+
+def test_what_the_engine_measured_may_be_any_kind_of_number(daemon: Daemon) -> None:
+    """HNG: a report must not make a message that the daemon refuses to read; what is no number is left out."""
+    with daemon.connect() as client:
+        cache = client.attach(SPEC)
+
+        def reported(**measured: Any) -> tuple[float, ...]:
+            """What the daemon has added to (prefill_tokens, prefill_ms, ttft_reports, ttft_ms)."""
+            names = "prefill_tokens", "prefill_ms", "ttft_reports", "ttft_ms"
+            before = client.status()["daemon"]["stats"]
+            cache.report(**measured)
+            after = client.status()["daemon"]["stats"]
+            return tuple(after[name] - before[name] for name in names)
+
+        assert reported(prefill_tokens=np.int64(7), prefill_ms=np.float64(2), ttft_ms=np.float32(4)) == (7, 2, 1, 4)
+        assert reported(prefill_tokens=np.uint8(7), prefill_ms=2, ttft_ms=np.int16(4)) == (7, 2, 1, 4)
+        assert reported(prefill_tokens=7.0, prefill_ms=True, ttft_ms=0) == (7, 1, 1, 0)
+        assert reported(prefill_tokens=-7, prefill_ms=-2.0, ttft_ms=np.float64(-4)) == (0, 0, 1, 0)
+        nan = float("nan")
+        assert reported(prefill_tokens=nan, prefill_ms=np.float64(nan), ttft_ms=np.float32(nan)) == (0, 0, 0, 0)
+        assert reported() == (0, 0, 0, 0)
+        assert reported(ttft_ms=float("inf"))[2] == 1
+        assert reported(prefill_tokens=1 << 200, prefill_ms=np.float64("-inf"))[1] == 0
+        assert client.status()["client"]["deadlines_missed"] == 0
+        assert "dropped" not in daemon.log
 
 
 def test_facts_are_plain_json(daemon: Daemon) -> None:

@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -456,6 +457,66 @@ def test_one_request_id_is_one_hit(daemon: Daemon) -> None:
         cache._requests.clear()
         del missed, hit
         wait_until(lambda: holds(daemon.status()) == (0, 0, 0))
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_a_request_id_keeps_no_hit_alive(client: Client, cache: Cache, released: bool) -> None:
+    """LEK: ids are never told to be over, and there are more of them than memory."""
+    assert store(cache, chat(1))
+    gone = []
+    for number in range(100):
+        hit = cache.acquire(chat(1), request_id=f"r{number}")
+        assert cache.acquire(chat(1), request_id=f"r{number}") is hit
+        assert hit.wait() == 64
+        gone.append(weakref.ref(hit))
+        if released:
+            hit.release()
+        del hit
+    assert [ref() for ref in gone] == [None] * 100
+    assert len(cache._requests) == 0
+    assert holds(facts(client)) == (0, 0, 0)
+    assert not client._link.session.in_use
+    assert not client._link.session.lingering
+
+
+@pytest.mark.parametrize("way", ["release", "drop"])
+def test_answers_to_hits_that_were_let_go_are_not_kept(daemon: Daemon, way: str) -> None:
+    """LEK: whether they had come by then or come later."""
+    with daemon.connect() as client:
+        cache = client.attach(SPEC)
+        store(cache, chat(100))
+        for number in range(500):
+            hit = cache.acquire(chat(100), wait=False)
+            if number % 7 == 0:
+                assert cache.match(chat(100)) == 64, "the hit's answer comes first"
+            if way == "release":
+                hit.release()
+            del hit
+        assert cache.match(chat(100)) == 64
+        assert not client._link._exchange._replies
+        wait_until(lambda: holds(daemon.status()) == (0, 0, 0))
+
+
+@pytest.mark.parametrize("call", ["acquire", "acquire later", "reserve"])
+def test_an_interrupted_call_holds_nothing(
+    client: Client, cache: Cache, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """LEK: else the session never ends, for something that nobody has."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    calls = {
+        "acquire": partial(cache.acquire, chat(1)),
+        "acquire later": partial(cache.acquire, chat(1), wait=False),
+        "reserve": partial(cache.reserve, chat(1)),
+    }
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(client._link._endpoint, "send", interrupt)
+        calls[call]()
+    gc.collect()
+    assert not client._link.session.in_use
+    assert holds(facts(client)) == (0, 0, 0)
 
 
 def test_an_answer_that_cannot_be_is_a_miss(client: Client, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:

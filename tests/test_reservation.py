@@ -237,6 +237,23 @@ def test_start_asks_for_the_earlier_tokens_that_are_missing(client: Client, cach
     assert read(cache, tokens) == 80
 
 
+@pytest.mark.parametrize("number", [np.int64, np.int16, np.uint8, np.uint64], ids=lambda number: number.__name__)
+def test_a_start_may_be_any_whole_number(client: Client, cache: Cache, number: Any) -> None:
+    """HNG: what the engine's arrays are made of."""
+    tokens = chat(1, 80)
+    assert store(cache, tokens[:16])
+    for start, num_blocks in ((number(0), 4), (number(16), 4), (number(48), 0), (np.iinfo(number).max, 0)):
+        with cache.reserve(tokens, start=start) as reservation:
+            assert (reservation.start, reservation.num_blocks) == (16, num_blocks), start
+    assert store(cache, tokens, start=number(16))
+    assert cache.reserve(tokens, start=number(48)).start == 80
+    for wrong, error in ((np.int8(-1), ValueError), (-(1 << 80), ValueError), (np.float64(16), TypeError)):
+        with pytest.raises(error):
+            cache.reserve(tokens, start=wrong)
+    assert client.status()["client"]["deadlines_missed"] == 0
+    assert holds(facts(client)) == (0, 0, 0)
+
+
 @pytest.mark.parametrize(
     "hints",
     [
@@ -280,6 +297,21 @@ def test_the_front_of_a_chain_too_long_for_the_room_is_stored(client: Client) ->
     with cache.reserve(tokens) as more:
         assert more.start == stored
         assert more.num_blocks > 0
+
+
+def test_an_embedded_store_has_all_its_memory_without_being_asked() -> None:
+    """PRF: extents that nobody would hear of before the next call are room for the next call."""
+    spec = KVSpec(model="large", dtype="float32", num_layers=16, num_kv_heads=8, head_dim=128, block_tokens=16)
+    with kvstore.open({"memory": {"capacity": "256MiB"}}) as client:
+        cache, service = client.attach(spec), client._link._endpoint._service
+        slab, completions = service.slab, service.movers._completions
+        wait_until(lambda: slab.extents_ready + len(completions) >= slab.geometry.num_extents)
+        per_extent = slab.geometry.extent_nbytes // spec.slot_nbytes
+        wanted = slab.geometry.num_extents * per_extent // 2 - 1
+        with cache.reserve(chat(1, 16 * wanted)) as reservation:
+            assert reservation.num_blocks == wanted
+        memory = facts(client)["memory"]
+        assert memory["extents_ready"] == memory["extents"] == 4
 
 
 def test_with_no_room_at_all_a_reservation_is_empty(client: Client) -> None:

@@ -1,10 +1,12 @@
 """A tier beneath the store: room made by eviction and by draining, and a table that says what is where."""
 
+import time
 from array import array
 
 import numpy as np
 import pytest
 
+from kvstore.core.slots import SLOTS_PER_EXTENT_MAX
 from kvstore.core.tier import FREE, RESERVED, SEALED, Tier, new_tables
 from radix import BlockHash, block_symbols, hash_prefix, token_bytes
 from radix.hashing import HashKind
@@ -165,3 +167,26 @@ def test_nothing_is_taken_for_an_empty_list() -> None:
     blocks.tier.give_back(array("I"))
     assert blocks.tier.reserve(SMALL, 9, owner=0) is None
     assert blocks.tier.pool.num_unassigned == 1
+
+
+def test_comparing_extents_costs_what_is_in_them() -> None:
+    """PRF: 2,000 extents of 64 MiB with 16 slots each, where numbers are given for 8,192."""
+    num_extents, slot_nbytes = 2000, 4 << 20
+    tier = Tier(64 << 20, new_tables(num_extents), lambda _: b"", 0)
+    for size, root in ((slot_nbytes, ROOTS[SMALL]), (2 * slot_nbytes, ROOTS[LARGE])):
+        tier.add_spec(root, size)
+    for extent in range(num_extents):
+        tier.add_extent(extent)
+        granted = tier.reserve(slot_nbytes, 16, owner=0)
+        assert granted is not None
+        hashes = Blocks.hashes(list(range(16 * extent, 16 * extent + 16)))
+        assert tier.insert(ROOTS[SMALL], hashes, 0, granted[0], short=False).inserted == 16
+    took_ms = []
+    for number in range(5):
+        began = time.perf_counter()
+        granted = tier.reserve(2 * slot_nbytes, 8, owner=0)
+        took_ms.append(1000 * (time.perf_counter() - began))
+        assert granted is not None
+        assert {slot // SLOTS_PER_EXTENT_MAX for slot in granted[0]} == {number}, "the coldest extent makes room"
+    assert min(took_ms) < 20
+    tier.check()

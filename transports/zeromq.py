@@ -18,6 +18,7 @@ from transports.messages import MESSAGE_NBYTES_MAX
 from transports.network import Incoming, PeerId
 
 QUEUE_MESSAGES_MAX = 1000
+GOODBYE_MS = 100  # a closed endpoint waits so long for its last frames to leave
 IPC_PATH_NBYTES_MAX = 107  # sun_path of a Unix socket, without its terminating zero
 
 
@@ -153,4 +154,4 @@ class ZmqEndpoint:
         return frame
 
     def close(self) -> None:
-        self._context.destroy(linger=0)
+        self._context.destroy(linger=GOODBYE_MS)

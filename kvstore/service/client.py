@@ -112,7 +112,7 @@ class Cache:
         """
         asked = self._prompt(token_ids, extra_keys)
         if asked is None:
-            return Hit(None, None, None)
+            return Hit(None, None)
         session, spec_id, prompt = asked
         known = self._known_hit(request_id, prompt)
         if known is not None:
@@ -124,12 +124,11 @@ class Cache:
                 number, session.id, spec_id, hold.number, prompt.hashes, prompt.tokens, prompt.key_facts
             )
 
-        pending = None if wait else self._link.ask_later(make, deadline_ms)
-        hit = Hit(prompt, hold, pending)
+        hit = Hit(prompt, hold)
         if wait:
             hit.settle_with(self._link.ask(wire.Acquired, make, deadline_ms, lambda: prompt.whole_identities))
-        elif pending is None:
-            hit.settle_with(None)
+        else:
+            hit.settle_later(self._link.ask_later(make, deadline_ms))
         if request_id is not None:
             self._requests[request_id] = hit
         return hit

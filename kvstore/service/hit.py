@@ -10,7 +10,7 @@ import numpy as np
 
 from kvstore.core.layout import HEADER_NBYTES, identity_bytes, parse_header
 from kvstore.service.hold import Array, Hold
-from kvstore.service.link import DEADLINE_MS_MAX, Pending
+from kvstore.service.link import Pending, bounded_wait_ms
 from kvstore.service.prompt import Prompt
 from radix import block_symbols_of, common_tokens
 from transports import messages as wire
@@ -52,12 +52,12 @@ class Hit:
     Every fault (no daemon, deadline, damaged block) makes it shorter, down to 0 tokens; nothing raises.
     """
 
-    def __init__(self, prompt: Prompt | None, hold: Hold | None, pending: Pending | None) -> None:
-        """`prompt` None: a miss, known before anything was asked."""
+    def __init__(self, prompt: Prompt | None, hold: Hold | None) -> None:
+        """Without a prompt: a miss, known before anything was asked. Else `settle_with` or `settle_later` is next."""
         self.offsets: list[int] = []  # of the leased slots in the slab
         self._prompt = prompt
         self._hold = hold
-        self._pending = pending
+        self._pending: Pending | None = None
         self._planned = 0
         self._verified: list[Block] = []
         self._is_final = prompt is None
@@ -100,12 +100,13 @@ class Hit:
 
     def wait(self, deadline_ms: float | None = None) -> int:
         """Changes state. Verify the leased blocks; the tokens of those that are what they should be. Final."""
-        if self._hold is not None:
-            deadline_ms = self._hold.link.deadline_ms if deadline_ms is None else deadline_ms
-            if not self._settle(deadline_ms):
-                self._give_up()
+        if self._hold is None:
+            return 0
+        if self._settle(self._hold.link.deadline_ms if deadline_ms is None else deadline_ms):
             with self._busy:
                 self._verify()
+        else:
+            self._give_up()
         return self.verified_tokens
 
     def blocks(self) -> Iterator[Block]:
@@ -131,10 +132,18 @@ class Hit:
 
     def settle_with(self, reply: wire.Acquired | None) -> None:
         """Changes state. The daemon's answer; None is a miss."""
-        self._pending = None
-        if reply is not None and self._plausible(reply):
+        if self._is_final:  # given up or released meanwhile
+            self._pending = None
+        elif reply is not None and self._plausible(reply):
             self._planned = reply.num_tokens
+            self._pending = None  # last: who sees a settled hit sees all of it
         else:
+            self._give_up()
+
+    def settle_later(self, pending: Pending | None) -> None:
+        """Changes state. The answer is on its way; None: it could not be asked for, a miss."""
+        self._pending = pending
+        if pending is None:
             self._give_up()
 
     def _plausible(self, reply: wire.Acquired) -> bool:
@@ -150,7 +159,7 @@ class Hit:
     def _settle(self, wait_ms: float) -> bool:
         if self._pending is None:
             return True
-        if not self._busy.acquire(timeout=max(0.0, min(wait_ms, DEADLINE_MS_MAX)) / 1000):
+        if not self._busy.acquire(timeout=bounded_wait_ms(wait_ms) / 1000):
             return False  # another thread waits for the same answer
         try:
             pending = self._pending

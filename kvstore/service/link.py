@@ -101,6 +101,12 @@ class Session:
             self.num_populated = extent + 1
 
 
+def bounded_wait_ms(wait_ms: float) -> float:
+    """Query. A time that can be waited for, from any kind of number; what is none, NaN among it, is no time at all."""
+    wait_ms = float(wait_ms)
+    return min(wait_ms, DEADLINE_MS_MAX) if wait_ms > 0 else 0.0
+
+
 class Pending(NamedTuple):
     """A request that was sent without waiting. Settled by its reply, its deadline, or a lost connection."""
 
@@ -195,7 +201,7 @@ class Link:
 
     def poll(self, kind: type[R], pending: Pending, wait_ms: float = 0.0) -> tuple[bool, R | None]:
         """Changes state. (settled, reply) of a pending request, after at most `wait_ms`."""
-        until_ms = min(self._clock.now_ms() + wait_ms, pending.due_ms)
+        until_ms = min(self._due_ms(wait_ms), pending.due_ms)
         if self._gone or os.getpid() != self._pid:
             return True, None
         if not self._lock_until(until_ms):
@@ -267,8 +273,7 @@ class Link:
     # Everything below runs under the lock
 
     def _due_ms(self, deadline_ms: float | None) -> float:
-        wait_ms = self.deadline_ms if deadline_ms is None else deadline_ms
-        return self._clock.now_ms() + (min(wait_ms, DEADLINE_MS_MAX) if wait_ms > 0 else 0.0)
+        return self._clock.now_ms() + bounded_wait_ms(self.deadline_ms if deadline_ms is None else deadline_ms)
 
     def _lock_or_trip(self, due_ms: float) -> bool:
         """The lock, by the deadline. Whoever has it that long waits for a silent daemon: this one is missed too."""
@@ -423,10 +428,8 @@ class Link:
         session = self.session
         if self._gone or session.in_use:
             return
-        if not self._breaker.is_open:
-            self._flush()
-            self._send(wire.Goodbye(session.id))
-            self._endpoint.receive(1.0)  # libzmq hands frames over in the background: do not overtake them
+        self._flush()  # also to a daemon that is silent: when it goes on, it must not hold anything for us
+        self._send(wire.Goodbye(session.id))
         session.let_go()
         self._endpoint.close()
         self._gone = True
