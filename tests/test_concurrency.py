@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -35,16 +35,10 @@ def daemon() -> Iterator[Daemon]:
 
 
 def started(work: Callable[[], T]) -> Future[T]:
-    """Changes state. `work` on a thread that nobody has to wait for: a hang fails its test and no other."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as exc:
-            future.set_exception(exc)
-
-    threading.Thread(target=run, daemon=True).start()
+    """Changes state. `work` on a thread of its own: a hang fails the test that asks for its result."""
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(work)
+    pool.shutdown(wait=False)
     return future
 
 
