@@ -24,7 +24,7 @@ from tests.daemons import SPEC, Daemon, assert_balanced, chat, embedded, holds, 
 from transports import messages as wire
 
 NOTHING = (0, 0, 0)
-HANG_S = 5.0  # what is not done by then never will be
+HANG_S = 30.0  # what is not done by then, on a machine as busy as may be, never will be
 T = TypeVar("T")
 
 
@@ -122,7 +122,7 @@ def at_each_line() -> Iterator[list[Callable[[], object]]]:
     threading.settrace(None)  # type: ignore[arg-type]
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 def test_hits_may_end_at_any_line(daemon: Daemon, at_each_line: list[Callable[[], object]]) -> None:
     """HNG: of the keeper while it waits, and of a caller that has the lock."""
     with daemon.connect() as client:
@@ -240,7 +240,7 @@ def test_each_thread_waits_for_a_hit_as_long_as_it_said(daemon: Daemon) -> None:
         with daemon.stopped():
             hit = cache.acquire(chat(1), wait=False)
             patient = started(hit.wait)
-            wait_until(client._link._lock.locked)
+            wait_until(hit._busy.locked)
             began = time.monotonic()
             assert hit.wait(deadline_ms=50) == 0
             assert time.monotonic() - began < 0.2
@@ -259,14 +259,14 @@ def test_a_patient_thread_does_not_hold_up_the_others(daemon: Daemon) -> None:
         store(cache, chat(1))
         with daemon.stopped():
             patient = started(lambda: cache.acquire(chat(1), deadline_ms=2000))
-            wait_until(client._link._lock.locked)
+            wait_until(lambda: client._link._exchange._replies, what="it has asked, and has the lock")
             took_ms = []
             for call in (lambda: cache.report(ttft_ms=1.0), *[lambda: cache.match(chat(1))] * 101, cache.report):
                 began = time.perf_counter()
                 assert not call()
                 took_ms.append(1000 * (time.perf_counter() - began))
             assert took_ms[0] < 50
-            assert 190 < took_ms[1] < 350
+            assert 190 < took_ms[1] < 600
             assert statistics.median(took_ms[2:-1]) < 0.1
             assert took_ms[-1] < 50
             assert not patient.done()

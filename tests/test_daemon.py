@@ -499,8 +499,8 @@ say(hits); hear()
             read(cache, chat(max(1, number - 3), 640))
             if number % 10 == 0:
                 assert_balanced(client.status()["daemon"])
-        assert hits >= 80, "the other's pressure may take a block back at once, but rarely"
-        assert int(other.hear()) >= 80
+        assert hits >= 50, "the other's pressure may take a block back at once, but most come back"
+        assert int(other.hear()) >= 50
         facts = client.status()["daemon"]
         assert facts["memory"]["blocks_evicted"] > 1000
         assert facts["memory"]["extents_unassigned"] == 0

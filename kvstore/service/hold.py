@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import threading
 import weakref
 from mmap import mmap
 from typing import cast
@@ -127,10 +126,10 @@ def _say_returned(lent: _Lent) -> None:
     lent.hold.returned(lent.number)
 
 
-_said = threading.Event()
+_said: list[bool] = []  # anything with a lock in it could be held by whom a finaliser interrupts
 
 
 def _say_once() -> None:
-    if not _said.is_set():
-        _said.set()
+    if not _said:
+        _said.append(True)
         log.warning("arrays outlive their lease or reservation: their blocks stay in memory until the arrays are gone")

@@ -119,7 +119,7 @@ class Link:
 
     def __init__(self, endpoint: Endpoint, clock: Clock, deadline_ms: float) -> None:
         """Changes state. Takes over `endpoint`. DaemonUnavailable when nobody answers within the deadline."""
-        self.deadline_ms = deadline_ms
+        self.deadline_ms = bounded_wait_ms(deadline_ms)
         self.num_deadlines_missed = 0
         self.num_reconnects = 0
         self._clock = clock
@@ -136,7 +136,7 @@ class Link:
         self._is_woken = False
         self._disregarded: deque[int] = deque()  # requests whose replies nobody wants any more
         try:
-            self.session = self._hello(None, clock.now_ms() + max(deadline_ms, HELLO_MS))
+            self.session = self._hello(None, self._due_ms(max(self.deadline_ms, HELLO_MS)))
         except KVStoreError:
             endpoint.close()
             raise
