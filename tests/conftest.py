@@ -16,6 +16,9 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvstore import Cache, Client
+from tests.daemons import SPEC, Daemon, embedded
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the model is a local folder: no test asks the network for it
 
 settings.register_profile("fixed", derandomize=True, deadline=None, print_blob=True)
@@ -83,3 +86,27 @@ def nothing_left_behind() -> Iterator[None]:
         time.sleep(0.1)
     left = [str(path) for path in slabs] + [end(process) for process in processes]
     assert not left, f"tests left behind: {left}"
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    """A real daemon for the tests of a file that leave it as it was."""
+    with Daemon() as daemon:
+        yield daemon.wait_ready()
+
+
+@pytest.fixture
+def own_daemon() -> Iterator[Daemon]:
+    with Daemon() as daemon:
+        yield daemon.wait_ready()
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    with embedded() as client:
+        yield client
+
+
+@pytest.fixture
+def cache(client: Client) -> Cache:
+    return client.attach(SPEC)

@@ -84,12 +84,6 @@ def place() -> Iterator[Place]:
     shutil.rmtree(place.memory, ignore_errors=True)
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    with Daemon() as daemon:
-        yield daemon.wait_ready()
-
-
 def refused(ran: Ran, code: int = 1) -> str:
     """Query. The one line that a failed command says."""
     assert ran.code == code, ran

@@ -6,7 +6,6 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -37,19 +36,6 @@ from transports import messages as wire
 from transports.zeromq import ZmqListener
 
 NOTHING = (0, 0, 0)
-
-
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    """One for the tests that leave it as it was."""
-    with Daemon() as daemon:
-        yield daemon.wait_ready()
-
-
-@pytest.fixture
-def own_daemon() -> Iterator[Daemon]:
-    with Daemon() as daemon:
-        yield daemon.wait_ready()
 
 
 def heals(client: Client, cache: Cache) -> None:

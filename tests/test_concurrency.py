@@ -28,12 +28,6 @@ HANG_S = 30.0  # what is not done by then, on a machine as busy as may be, never
 T = TypeVar("T")
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    with Daemon() as daemon:
-        yield daemon.wait_ready()
-
-
 def started(work: Callable[[], T]) -> Future[T]:
     """Changes state. `work` on a thread of its own: a hang fails the test that asks for its result."""
     pool = ThreadPoolExecutor(1)

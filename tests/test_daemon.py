@@ -45,18 +45,6 @@ from transports import messages as wire
 NOTHING = (0, 0, 0)
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    with Daemon() as daemon:
-        yield daemon.wait_ready()
-
-
-@pytest.fixture
-def own_daemon() -> Iterator[Daemon]:
-    with Daemon() as daemon:
-        yield daemon.wait_ready()
-
-
 class Rude:
     """A peer that speaks ZeroMQ and keeps no other rule."""
 

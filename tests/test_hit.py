@@ -5,7 +5,7 @@ import logging
 import os
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,6 @@ from tests.daemons import (
     Daemon,
     assert_balanced,
     chat,
-    embedded,
     holds,
     kv_of,
     read,
@@ -34,23 +33,6 @@ from transports import messages as wire
 OPAQUE = KVSpec(
     model="m", dtype="uint8", num_layers=2, block_tokens=16, layout="engine-x", token_nbytes=100, grain_tokens=4
 )
-
-
-@pytest.fixture
-def client() -> Iterator[Client]:
-    with embedded() as client:
-        yield client
-
-
-@pytest.fixture
-def cache(client: Client) -> Cache:
-    return client.attach(SPEC)
-
-
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    with Daemon() as daemon:
-        yield daemon.wait_ready()
 
 
 def facts(client: Client) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import gc
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,17 +20,6 @@ OPAQUE = KVSpec(
     model="m", dtype="uint8", num_layers=2, block_tokens=16, layout="engine-x", token_nbytes=100, grain_tokens=4
 )
 WIDE = KVSpec(model="wide", dtype="float16", num_layers=8, num_kv_heads=4, head_dim=128, block_tokens=100)
-
-
-@pytest.fixture
-def client() -> Iterator[Client]:
-    with embedded() as client:
-        yield client
-
-
-@pytest.fixture
-def cache(client: Client) -> Cache:
-    return client.attach(SPEC)
 
 
 def facts(client: Client) -> dict[str, Any]:
@@ -207,6 +195,35 @@ def test_a_reservation_that_is_over_takes_nothing_more(client: Client, cache: Ca
             _ = block.array
         assert not reservation.commit()
         cache.clear()
+
+
+def test_an_interrupted_rewrite_leaves_no_block(client: Client, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """COR: half of the new bytes over half of the old ones are nobody's."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    tokens = chat(1, 32)
+    with cache.reserve(tokens) as reservation:
+        first, second = reservation.blocks()
+        for block in (first, second):
+            block.write(kv_of(SPEC, tokens, block.start, 16))
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("kvstore.service.reservation._copy_and_sum", interrupted)
+            second.write(kv_of(SPEC, tokens, 16, 16))
+        assert reservation.commit()
+    assert read(cache, tokens) == 16
+    assert holds(facts(client)) == (0, 0, 0)
+
+
+def test_a_hint_of_another_type_leaves_the_reservation_open(client: Client, cache: Cache) -> None:
+    """LEK: the caller's error, and nothing stays reserved for it."""
+    with cache.reserve(chat(1, 16)) as reservation:
+        (block,) = reservation.blocks()
+        block.write(kv_of(SPEC, chat(1, 16), 0, 16))
+        with pytest.raises(TypeError):
+            reservation.commit(priority="high")  # type: ignore[arg-type]
+    assert holds(facts(client)) == (0, 0, 0)
 
 
 def test_blocks_that_are_there_are_skipped(client: Client, cache: Cache) -> None:

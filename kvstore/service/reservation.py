@@ -58,11 +58,11 @@ class WritableBlock:
         nbytes = spec.payload_nbytes(self.num_tokens)
         # Lent for as long as the copy takes: an abort by another thread must not free the slot under it.
         target = self._hold.lend(self.offset, nbytes, _UINT8, (nbytes,), writeable=True)
+        self.is_filled, self.sum = False, None  # until all is copied: an interrupted rewrite leaves no block
         if self._sums:
             self.sum = _copy_and_sum(bits, target)
         else:
             np.copyto(target.view(spec.numpy_dtype).reshape(shape), bits)
-            self.sum = None
         self.is_filled = True
 
     @property
@@ -145,11 +145,11 @@ class Reservation:
         of bounds counts as the nearest that is not. A block nobody wrote to ends the run: it and those after it are
         given back.
         """
+        hints = _hints(priority, keep_for_s, output_tokens)  # first: a TypeError must leave all as it is
         if self._is_over:
             return False
         self._is_over = True
         filled = next((at for at, block in enumerate(self._blocks) if not block.is_filled), len(self._blocks))
-        hints = _hints(priority, keep_for_s, output_tokens)
         try:
             return bool(filled) and self.hold.can_be_told and self._commit(filled, hints)
         finally:  # also when the caller is interrupted while it waits: nothing stays reserved
