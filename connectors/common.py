@@ -11,6 +11,9 @@ import numpy.typing as npt
 
 from kvstore import Hit, KVSpec, Reservation
 
+# A load from a lower tier may take as long as it is worth: the daemon ends it when recomputing would be faster, and a
+# daemon that falls silent is given up after the client's deadline.
+LOAD_MS_MAX = 60_000.0
 KVArray = npt.NDArray[np.generic]
 
 
@@ -45,7 +48,7 @@ def copy_hit(hit: Hit, buffer: PrefixBuffer) -> KVArray:
     One strided copy per block, each as soon as the block is verified.
     """
     target = buffer.array(hit.num_tokens)
-    for block in hit.blocks():
+    for block in hit.blocks(LOAD_MS_MAX):
         np.copyto(target[..., block.start : block.start + block.num_tokens, :], block.array)
     return target[..., : hit.wait(), :]
 

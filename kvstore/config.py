@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -16,7 +16,9 @@ from kvstore.errors import ConfigInvalid
 
 DEFAULT_ADDRESS = "ipc:///run/kvstore/kvstore.sock"
 CAPACITY_NBYTES_MIN = 4 << 20
+DISK_EXTENTS_MIN = 4  # of CAPACITY_NBYTES_MIN, the smallest there are: several slot sizes, and each folder, find room
 
+_SIZES = ("memory.capacity", "disk.capacity", "disk.write_budget")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
@@ -33,6 +35,38 @@ class MemoryConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Whether writers sum blocks as they copy (XXH3-64). Off saves about a fifth of store throughput."""
     session_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
     """Share of the tier that one session may hold in leases and reservations. Beyond it, its hits get shorter."""
+    keep: bool = True
+    """Whether the slab stays in shared memory when the daemon ends, so that the next one goes on with it. Off gives the
+    memory back at once, and every restart begins cold."""
+
+
+class DiskConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The SSD tier. Without `path` there is none."""
+
+    path: tuple[str, ...] = ()
+    """One folder or several, one per drive: blocks are striped over them, and one drive may fail. No default: prompts
+    lie there in clear, so the operator says where. Made absolute."""
+    capacity: Annotated[int, Meta(ge=0)] = 0
+    """Bytes for blocks over all folders together, e.g. "512GiB". No default: a drive has other users too."""
+    write: Literal["through", "back"] = "through"
+    """When a block is written: at commit, so that a crash loses nothing, or as it leaves memory ("back"), which spares
+    the drive those that never come to that."""
+    write_budget: Annotated[int, Meta(ge=0)] | None = 0
+    """Bytes written a day, e.g. "200GiB"; over it, only blocks used twice are written. Default 0: `capacity` a day, one
+    drive write, which drives are built to bear for years. "unlimited" (None here): no bound."""
+
+    def __post_init__(self) -> None:
+        """ConfigInvalid unless folders and capacity fit each other. Here, so that no way to a Config avoids it."""
+        if self.path:
+            _check_disk_capacity(self.capacity, len(self.path))
+            msgspec.structs.force_setattr(self, "path", _absolute(self.path))
+        elif self.capacity:
+            raise ConfigInvalid(f"config: disk.path is not set: say in which folder {self.capacity} bytes may lie")
+
+    @property
+    def write_budget_nbytes(self) -> int | None:
+        """Query. `write_budget` with its default filled in. None: no bound."""
+        return self.capacity if self.write_budget == 0 else self.write_budget
 
 
 class Config(Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,6 +75,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     address: str = DEFAULT_ADDRESS
     """Where clients connect: ipc:///absolute/path. The socket's folder is made with mode 0700."""
     memory: MemoryConfig = MemoryConfig()
+    disk: DiskConfig = DiskConfig()
 
 
 def parse_nbytes(text: str) -> int:
@@ -53,12 +88,14 @@ def parse_nbytes(text: str) -> int:
 
 def config_from(values: Mapping[str, Any]) -> Config:
     """Query. A checked Config from nested plain values; ConfigInvalid names path, value and reason."""
-    prepared = _sized(_known(values, Config, ""))
+    prepared = _plain(_known(values, Config, ""))
     try:
         return msgspec.convert(prepared, Config)
     except msgspec.ValidationError as exc:
         reason, _, path = str(exc).partition(" - at ")
-        name = path.strip("`$.")
+        name = path.strip("`$.").partition("[")[0]  # of a list, all of it is shown
+        if name == "disk.write" and reason.startswith("Invalid"):
+            reason = 'Expected "through" or "back"'
         raise ConfigInvalid(f"config: {name}={_value_at(prepared, name)!r}: {reason}") from exc
 
 
@@ -96,8 +133,9 @@ def _known(values: Mapping[str, Any], kind: type[Struct], prefix: str) -> dict[s
     known = {}
     for key, value in values.items():
         if key not in fields:
-            near = difflib.get_close_matches(f"{prefix}{key}", option_names(), n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            same = [name for name in option_names() if name.rpartition(".")[2] == key]  # in another section
+            near = same or difflib.get_close_matches(f"{prefix}{key}", option_names(), n=1, cutoff=0.5)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
             raise ConfigInvalid(f"config: unknown key {prefix}{key}{hint}")
         inner = fields[key]
         if isinstance(inner, type) and issubclass(inner, Struct):
@@ -115,14 +153,41 @@ def _value_at(values: Mapping[str, Any], name: str) -> object:
     return value
 
 
-def _sized(values: dict[str, Any]) -> dict[str, Any]:
-    """Sizes may be written as text with a unit."""
-    memory = values.get("memory", {})
-    if "capacity" in memory:
-        given = memory["capacity"]
-        try:
-            capacity = parse_nbytes(given) if isinstance(given, str) else given
-        except ValueError as exc:
-            raise ConfigInvalid(f"config: memory.capacity: {exc}") from exc
-        values = values | {"memory": memory | {"capacity": capacity}}
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Changes and returns `values`: no more units, no "unlimited", a list also of one folder."""
+    disk = values.get("disk", {})
+    if isinstance(disk.get("path"), str):
+        disk["path"] = [disk["path"]]
+    if disk.get("write_budget") == "unlimited":
+        disk["write_budget"] = None
+    for name in _SIZES:
+        section, key = name.split(".")
+        given = values.get(section, {}).get(key)
+        if isinstance(given, str):
+            values[section][key] = _nbytes_of(name, given)
     return values
+
+
+def _nbytes_of(name: str, text: str) -> int:
+    try:
+        return parse_nbytes(text)
+    except ValueError as exc:
+        raise ConfigInvalid(f"config: {name}: {exc}") from exc
+
+
+def _check_disk_capacity(capacity: int, num_paths: int) -> None:
+    least = CAPACITY_NBYTES_MIN * max(DISK_EXTENTS_MIN, num_paths)
+    if capacity < least:
+        given = f"{capacity} bytes is below {least >> 20}MiB" if capacity else "is not set"
+        raise ConfigInvalid(f"config: disk.capacity {given}: say how much of disk.path blocks may take, e.g. 512GiB")
+
+
+def _absolute(paths: tuple[str, ...]) -> tuple[str, ...]:
+    """Distinct absolute folders: a client or a restart elsewhere must find the same ones."""
+    absolute = tuple(os.path.abspath(path) for path in paths)
+    for path, full in zip(paths, absolute, strict=True):
+        if not path or "\0" in path:
+            raise ConfigInvalid(f"config: disk.path: {path!r} is no folder")
+        if absolute.count(full) > 1:
+            raise ConfigInvalid(f"config: disk.path: {path!r} is named twice")
+    return absolute

@@ -19,6 +19,7 @@ from radix.hashing import (
     root_hash,
     token_bytes,
 )
+from radix.load import LoadedBlocks
 from radix.node import Inserted, Match, Node, Pin
 from radix.tree import PrefixTree
 
@@ -32,6 +33,7 @@ __all__ = [
     "HashKind",
     "Inserted",
     "Keys",
+    "LoadedBlocks",
     "Match",
     "Node",
     "Pin",

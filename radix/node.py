@@ -1,48 +1,97 @@
 """The pieces of a prefix tree, and the values it answers with."""
 
-import operator
-from array import array
+import functools
+import struct
 from bisect import bisect_left, insort
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from radix.hashing import HASH_NBYTES
 
-_symbols = operator.attrgetter("symbols")
+SLOT_NBYTES = 4
+NO_CHILDREN: "tuple[Node, ...]" = ()
+unpack_slot = struct.Struct("<I").unpack_from
+
+SymbolsOf = Callable[[int], bytes]
+"""Block symbols of the block stored in a slot. A damaged header may give others than before, or none."""
+
+
+class Kind(NamedTuple):
+    """What few nodes differ in: `kind` makes one object of each, so that a node has one field for them all."""
+
+    group: int  # slot size in bytes; victims compete within a group
+    short: bool  # one block with fewer tokens than block_tokens: it never has children
+    detached: bool  # left the tree: no match sees it. While pinned it still holds its slots, and its parent
+
+
+@functools.cache
+def kind(group: int, *, short: bool = False, detached: bool = False) -> Kind:
+    """Query. The kind with these values, always the same object."""
+    return Kind(group, short, detached)
 
 
 @dataclass(slots=True, eq=False)
 class Node:
     """A run of blocks that are always reached together. A root's run is empty and is never evicted.
 
-    A block costs 16 bytes of hash and 4 of slot here, never an object of its own.
+    There may be millions: a block costs 16 bytes of hash and 4 of slot here, never an object of its own. What can be
+    looked up elsewhere is not repeated: symbols are in the slots' headers, the last use in the tree's arrays (Owners).
     """
 
-    hashes: bytearray  # HASH_NBYTES per block
-    slots: "array[int]"  # u32 per block
-    symbols: bytes  # of the run's first block; those of the others stay in their slots' headers
+    hashes: bytes  # HASH_NBYTES per block; of a run of one block, the very object that is its key in the index
+    slots: bytes  # SLOT_NBYTES per block, u32 little endian
     parent: "Node | None"
-    group: int  # slot size in bytes; victims compete within a group
-    short: bool = False  # one block with fewer tokens than block_tokens: it never has children
-    children: "dict[bytes, Node]" = field(default_factory=dict)  # keyed by the child's first hash
-    order: "list[Node]" = field(default_factory=list)  # the children sorted by symbols
+    kind: Kind
+    order: "list[Node] | tuple[Node, ...]" = NO_CHILDREN  # the children sorted by symbols: a list as soon as there are
     pins: int = 0  # leases that end at or below this node, on detached nodes too
-    last_used: int = 0  # the tree's logical tick; never older than a child's
-    id: int = -1  # index into the tree's arrays; -1 while in none
-    detached: bool = False  # left the tree: no match sees it. While pinned it still holds its slots, and its parent
+
+    @property
+    def group(self) -> int:
+        """Query. Slot size in bytes."""
+        return self.kind.group
+
+    @property
+    def short(self) -> bool:
+        """Query. Whether it is one block with fewer tokens than block_tokens."""
+        return self.kind.short
+
+    @property
+    def detached(self) -> bool:
+        """Query. Whether it left the tree."""
+        return self.kind.detached
+
+    @property
+    def num_blocks(self) -> int:
+        """Query."""
+        return len(self.slots) // SLOT_NBYTES
 
     @property
     def first_hash(self) -> bytes:
-        """Query. Key of this node in its parent."""
-        return bytes(self.hashes[:HASH_NBYTES])
+        """Query. Key of this node in the tree's index."""
+        return self.hashes[:HASH_NBYTES]  # of a run of one block, not a copy
+
+    @property
+    def first_slot(self) -> int:
+        """Query. What names this node in the tree's arrays. A root has none."""
+        slot: int = unpack_slot(self.slots)[0]
+        return slot
 
     @property
     def is_victim(self) -> bool:
         """Query. Whether the run may lose its tail: an unpinned leaf that is no root."""
-        return not (self.children or self.pins or self.detached or self.parent is None)
+        return not (self.order or self.pins or self.kind.detached or self.parent is None)
+
+    def slot_at(self, index: int) -> int:
+        """Query. Slot of block `index` of the run."""
+        slot: int = unpack_slot(self.slots, index * SLOT_NBYTES)[0]
+        return slot
+
+    def index_of(self, slot: int) -> int:
+        """Query. Which block of the run is stored in `slot`, which is one of its slots."""
+        return int((np.frombuffer(self.slots, "<u4") == slot).argmax())
 
     def path(self) -> "list[Node]":
         """Query. The nodes from the root down to this one."""
@@ -54,60 +103,63 @@ class Node:
         nodes.reverse()
         return nodes
 
-    def link(self, child: "Node") -> None:
-        """Changes state."""
-        assert child.first_hash not in self.children
-        self.children[child.first_hash] = child
-        insort(self.order, child, key=_symbols)
+    def detach(self) -> None:
+        """Changes state. It left the tree, and so did what is below it."""
+        self.order, self.kind = NO_CHILDREN, kind(self.group, short=self.short, detached=True)
 
-    def unlink(self, child: "Node") -> None:
-        """Changes state. KeyError on a node that is no child."""
-        del self.children[child.first_hash]
-        del self.order[self._place_of(child)]
+    def link(self, child: "Node", symbols_of: SymbolsOf) -> None:
+        """Changes state. `child` takes its place among the children, which are kept sorted by symbols."""
+        if isinstance(self.order, list):
+            insort(self.order, child, key=_by_symbols(symbols_of))
+        else:
+            self.order = [child]
 
-    def replace_child(self, child: "Node", other: "Node") -> None:
-        """Changes state. `other` begins with the same block as `child` and takes its place."""
-        self.children[other.first_hash] = other
-        self.order[self._place_of(child)] = other
+    def unlink(self, child: "Node", symbols_of: SymbolsOf) -> None:
+        """Changes state. ValueError on a node that is no child."""
+        assert isinstance(self.order, list)
+        del self.order[self._place_of(child, symbols_of)]
+        if not self.order:
+            self.order = NO_CHILDREN
 
-    def _place_of(self, child: "Node") -> int:
-        index = bisect_left(self.order, child.symbols, key=_symbols)
-        while self.order[index] is not child:
-            index += 1
-        return index
+    def _place_of(self, child: "Node", symbols_of: SymbolsOf) -> int:
+        assert isinstance(self.order, list)
+        if self.order[-1] is child:  # a whole subtree is dropped from the end
+            return len(self.order) - 1
+        index = bisect_left(self.order, symbols_of(child.first_slot), key=_by_symbols(symbols_of))
+        if index < len(self.order) and self.order[index] is child:
+            return index
+        return self.order.index(child)  # by identity: a header was damaged since the child was linked
 
-    def neighbours(self, symbols: bytes) -> "tuple[Node | None, Node | None]":
+    def neighbours(self, symbols: bytes, symbols_of: SymbolsOf) -> "tuple[Node | None, Node | None]":
         """Query. The last child whose symbols are below `symbols`, and the first whose are not.
 
         No other child shares more leading bytes with `symbols` than the better of these two.
         """
-        index = bisect_left(self.order, symbols, key=_symbols)
+        index = bisect_left(self.order, symbols, key=_by_symbols(symbols_of))
         below = self.order[index - 1] if index else None
         return below, self.order[index] if index < len(self.order) else None
 
-    def split(self, at: int, symbols_below: bytes) -> "Node":
+    def split(self, at: int, symbols_of: SymbolsOf) -> "Node":
         """Changes state. Cut before block `at`; return the new upper node, self keeps the lower part.
 
-        Leases that end here so stay where they end. `symbols_below` are those of block `at`.
+        Leases that end here so stay where they end.
         """
         assert self.parent is not None
-        assert 0 < at < len(self.slots)
+        assert 0 < at < self.num_blocks
         upper = Node(
-            self.hashes[: at * HASH_NBYTES], self.slots[:at], self.symbols, self.parent, self.group,
-            pins=self.pins, last_used=self.last_used,
+            self.hashes[: at * HASH_NBYTES], self.slots[: at * SLOT_NBYTES], self.parent, self.kind, [self], self.pins
         )  # fmt: skip
-        self.parent.replace_child(self, upper)
-        del self.hashes[: at * HASH_NBYTES]
-        del self.slots[:at]
-        self.symbols, self.parent = symbols_below, upper
-        upper.link(self)
+        assert isinstance(self.parent.order, list)
+        self.parent.order[self.parent._place_of(self, symbols_of)] = upper
+        self.hashes, self.slots = self.hashes[at * HASH_NBYTES :], self.slots[at * SLOT_NBYTES :]
+        self.parent = upper
         return upper
 
     def num_common_blocks(self, hashes: bytes, position: int) -> int:
         """Query. Number of leading blocks of the run that `hashes` holds from block `position` on."""
         start = position * HASH_NBYTES
         if hashes.startswith(self.hashes, start):
-            return len(self.slots)
+            return len(self.slots) // SLOT_NBYTES
         num_words = min(len(self.hashes), len(hashes) - start) // 8
         differs = np.frombuffer(self.hashes, np.uint64, num_words) != np.frombuffer(hashes, np.uint64, num_words, start)
         num_equal = int(differs.argmax()) if differs.any() else num_words
@@ -115,18 +167,27 @@ class Node:
 
     def check(self) -> None:
         """Query. Assert what must hold of this node and its children."""
-        assert len(self.hashes) == HASH_NBYTES * len(self.slots)
+        assert len(self.hashes) == HASH_NBYTES * self.num_blocks
+        assert len(self.slots) == SLOT_NBYTES * self.num_blocks
         assert bool(self.slots) == (self.parent is not None)
-        assert not self.short or (len(self.slots) == 1 and not self.children)
-        assert len(self.order) == len(self.children)
+        assert not self.short or (self.num_blocks == 1 and not self.order)
+        assert bool(self.order) == isinstance(self.order, list)
         for child in self.order:
-            assert self.children[child.first_hash] is child
             assert child.parent is self
             assert (child.group, child.detached) == (self.group, False)
-            assert child.last_used <= self.last_used
-        for below, above in pairwise(self.order):
-            assert below.symbols <= above.symbols
-            assert not (below.short and above.symbols.startswith(below.symbols))
+
+
+def _by_symbols(symbols_of: SymbolsOf) -> Callable[[Node], bytes]:
+    """Sort key of siblings. Called for each step of a search, so it saves the call of `first_slot`."""
+    return lambda node: symbols_of(unpack_slot(node.slots)[0])
+
+
+def gives_way(short_symbols: bytes, symbols: bytes) -> bool:
+    """Query. Whether a short block with `short_symbols` answers nothing that a sibling with `symbols` does not.
+
+    No symbols, of a damaged header, give way to nothing.
+    """
+    return bool(short_symbols) and symbols.startswith(short_symbols)
 
 
 class Match(NamedTuple):
@@ -148,7 +209,7 @@ class Match(NamedTuple):
         node, depth = self.node, self.depth - (self.num_blocks - num_blocks)
         while depth <= 0 and node.parent is not None:
             node = node.parent
-            depth += len(node.slots)
+            depth += node.num_blocks
         return Match(node, depth, num_blocks, None, 0, 0, self.shape)
 
 

@@ -18,12 +18,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from radix.check import check_tree
 from radix.eviction import LRU, EvictionPolicy
 from radix.hashing import HASH_NBYTES, BlockHash, common_tokens
-from radix.node import Inserted, Match, Node, Pin
-from radix.owners import Owners
+from radix.index import Index
+from radix.load import LoadedBlocks, grow
+from radix.node import SLOT_NBYTES, Inserted, Match, Node, Pin, SymbolsOf, gives_way, kind
+from radix.owners import Leaves, Owners
 
 
 @dataclass(slots=True)
@@ -38,15 +41,17 @@ class Group:
 class PrefixTree:
     """Chains of blocks under the roots of any number of specs.
 
-    `symbols_of(slot)` gives the block symbols of the block stored in a slot. It is asked where a run is split and where
-    a match ends inside one; for all else, the symbols of a run's first block suffice.
+    `symbols_of(slot)` gives the block symbols of the block stored in a slot. It is asked where a match ends inside a
+    run, and where a child's place among its siblings is looked up. A header may be damaged: other symbols than before
+    can cost a match inside a block, nothing else.
     """
 
-    def __init__(self, symbols_of: Callable[[int], bytes], make_policy: Callable[[], EvictionPolicy] = LRU) -> None:
+    def __init__(self, symbols_of: SymbolsOf, make_policy: Callable[[Leaves], EvictionPolicy] = LRU) -> None:
         self._symbols_of = symbols_of
         self._make_policy = make_policy
         self._roots: dict[BlockHash, Node] = {}
         self._groups: dict[int, Group] = {}
+        self._index = Index()
         self._owners = Owners()
         self._detached: set[Node] = set()
         self._tick = 0
@@ -62,7 +67,7 @@ class PrefixTree:
     @property
     def num_nodes(self) -> int:
         """Query. Nodes with blocks, detached ones included."""
-        return self._owners.num_nodes - len(self._roots)
+        return self._owners.num_nodes
 
     def num_blocks(self, group: int) -> int:
         """Query. Blocks that occupy a slot, the detached ones that leases still hold included."""
@@ -77,10 +82,9 @@ class PrefixTree:
         if root in self._roots:
             assert self._roots[root].group == group
             return
-        self._groups.setdefault(group, Group(self._make_policy()))
-        node = Node(bytearray(), array("I"), b"", None, group)
-        self._owners.enrol(node)
-        self._roots[root] = node
+        if group not in self._groups:
+            self._groups[group] = Group(self._make_policy(Leaves(self._owners, group)))
+        self._roots[root] = Node(b"", b"", None, kind(group))
 
     def clear(self, root: BlockHash) -> list[int]:
         """Changes state. Forget all blocks under `root`. Slots free now; pinned ones follow at their last unpin."""
@@ -97,17 +101,10 @@ class PrefixTree:
         `symbols_at(i)` gives the symbols of the chain's block i, nothing if there is none. It is asked once, for the
         block after the whole ones; that block needs no hash.
         """
-        node = self._roots.get(root)
-        if node is None:
+        top = self._roots.get(root)
+        if top is None:
             return None
-        depth = num_blocks = 0
-        while depth == len(node.slots):
-            start = num_blocks * HASH_NBYTES
-            child = node.children.get(hashes[start : start + HASH_NBYTES])
-            if child is None:
-                break
-            node, depth = child, child.num_common_blocks(hashes, num_blocks)
-            num_blocks += depth
+        node, depth, num_blocks = self._index.walk(top, hashes)
         symbols = symbols_at(num_blocks) if symbols_at is not None else b""
         partial, partial_depth, partial_tokens = self._most_tokens(node, depth, symbols)
         return Match(node, depth, num_blocks, partial, partial_depth, partial_tokens, self._shape)
@@ -117,14 +114,19 @@ class PrefixTree:
         best: tuple[Node | None, int, int] = (None, 0, 0)
         if not symbols:
             return best
-        if depth < len(node.slots):
-            num_tokens = common_tokens(symbols, self._symbols_of(node.slots[depth]))
+        if depth < node.num_blocks:
+            num_tokens = common_tokens(symbols, self._symbols_of(node.slot_at(depth)))
             return (node, depth, num_tokens) if num_tokens else best
-        for child in node.neighbours(symbols):
-            num_tokens = common_tokens(symbols, child.symbols) if child is not None else 0
+        for child in node.neighbours(symbols, self._symbols_of):
+            num_tokens = common_tokens(symbols, self._symbols_of(child.first_slot)) if child is not None else 0
             if num_tokens > best[2]:
                 best = (child, 0, num_tokens)
         return best
+
+    def touch(self, match: Match) -> None:
+        """Changes state. What `match` found was used now, with the partial block, and the whole run that it leaves."""
+        assert match.shape == self._shape, "the tree changed since this match"
+        self._use(match.partial or match.node)
 
     # --- pins
 
@@ -140,50 +142,72 @@ class PrefixTree:
         end = self._end_at(match.node, match.depth)
         if match.partial is not None:
             end = self._end_at(match.partial, 1)  # after the cut above, it is the first of its run
-        self._touch(end)
-        for node in end.path():
+        return Pin(self._pin(end), match.num_blocks, match.partial_tokens)
+
+    def pin_slot(self, slot: int) -> Pin | None:
+        """Changes state. Forbid to forget the block in `slot` and those before it. None: no match would find it."""
+        node = self._owners.node_at(slot)
+        if node is None or node.detached:
+            return None
+        end = self._pin(self._end_at(node, node.index_of(slot) + 1))
+        return Pin(end, sum(above.num_blocks for above in end.path()), 0)
+
+    def _pin(self, end: Node) -> Node:
+        """Changes state. The path to `end` is used now, and by one lease more."""
+        path = end.path()
+        self._owners.set_pinned(self._touch(path), True)
+        group = self._groups[end.group]
+        for node in path:
             if not node.pins:
-                self._groups[node.group].num_evictable -= len(node.slots)
-                self._owners.set_pinned(node, True)
+                group.num_evictable -= len(node.slots) // SLOT_NBYTES
             node.pins += 1
-        self._review(end)
-        return Pin(end, match.num_blocks, match.partial_tokens)
+        return end
 
     def unpin(self, pin: Pin) -> list[int]:
         """Changes state. Slots that became free: those of detached nodes that no lease holds any more."""
-        freed = []
+        released = []
         for node in pin.node.path():
             assert node.pins > 0
             node.pins -= 1
             if not node.pins:
-                freed += self._release(node)
+                released.append(node)
+        self._owners.set_pinned(self._owners.rows_of([node for node in released if node.parent is not None]), False)
+        group, freed = self._groups[pin.node.group], []
+        for node in released:
+            if node.kind.detached:
+                freed += self._forget(node)
+            else:
+                group.num_evictable += len(node.slots) // SLOT_NBYTES
+                self._offer(node)
         return freed
-
-    def _release(self, node: Node) -> list[int]:
-        """Changes state. The last pin of `node` has ended."""
-        self._owners.set_pinned(node, False)
-        if node.detached:
-            self._detached.remove(node)
-            return self._forget(node)
-        self._groups[node.group].num_evictable += len(node.slots)
-        self._review(node)
-        return []
 
     def path_slots(self, pin: Pin) -> "array[int]":
         """Query. Slots of the pinned blocks from block 0 on, the partial one's last."""
         slots = array("I")
         for node in pin.node.path():
-            slots.extend(node.slots)
+            slots.frombytes(node.slots)
         del slots[pin.num_slots :]  # the run may have grown since, or go on behind the partial block
         return slots
+
+    def detached_slots(self) -> "array[int]":
+        """Query. Slots of the blocks that left the tree and that leases still hold."""
+        slots = array("I")
+        for node in self._detached:
+            slots.frombytes(node.slots)
+        return slots
+
+    def path_hashes(self, pin: Pin) -> bytes:
+        """Query. Hashes of the pinned blocks from block 0 on, the partial one's last."""
+        hashes = b"".join([node.hashes for node in pin.node.path()])
+        return hashes[: pin.num_slots * HASH_NBYTES]
 
     def locate(self, pin: Pin, index: int) -> tuple[Node, int]:
         """Query. Where the pinned path's block `index` is: a node, and the block's place in its run."""
         assert 0 <= index < pin.num_slots
         for node in pin.node.path():
-            if index < len(node.slots):
+            if index < node.num_blocks:
                 return node, index
-            index -= len(node.slots)
+            index -= node.num_blocks
         raise AssertionError("a pinned path is shorter than its pin")
 
     # --- insert
@@ -207,59 +231,89 @@ class PrefixTree:
         if match is None or match.num_blocks < start or match.node.short:
             return Inserted(0, list(slots), [])
         first = match.num_blocks
-        new = array("I", slots[first - start :])
+        new = array("I", slots[first - start :]).tobytes()
         if not new:
             return Inserted(0, list(slots), [])
         symbols = symbols_of_new(first)
-        if short and len(new) == 1 and self._is_begun(match, symbols):
+        num_new = len(slots) - (first - start)
+        if short and num_new == 1 and self._is_begun(match, symbols):
             return Inserted(0, list(slots), [])
-        parent = self._end_at(match.node, match.depth)
-        freed = self._supersede(parent, symbols)
-        num_whole = len(new) - short
+        end = self._end_at(match.node, match.depth)
+        freed = self._supersede(end, symbols)
+        num_whole = num_new - short
         cut = (first + num_whole) * HASH_NBYTES
-        end = parent
         if num_whole:
-            end = self._append(parent, hashes[first * HASH_NBYTES : cut], new[:num_whole], symbols)
+            end = self._append(end, hashes[first * HASH_NBYTES : cut], new[: num_whole * SLOT_NBYTES])
         if short:
-            end = self._add_child(end, hashes[cut:], new[num_whole:], symbols_of_new(first + num_whole), short=True)
-        self._touch(end)
-        return Inserted(len(new), list(slots[: first - start]), freed)
+            end = self._add_child(end, hashes[cut:], new[num_whole * SLOT_NBYTES :], short=True)
+        self._use(end)
+        return Inserted(num_new, list(slots[: first - start]), freed)
 
     def _is_begun(self, match: Match, symbols: bytes) -> bool:
         """Query. Whether a block at the end of `match` begins with all of `symbols`."""
-        if match.depth < len(match.node.slots):
-            return self._symbols_of(match.node.slots[match.depth]).startswith(symbols)
-        _, above = match.node.neighbours(symbols)
-        return above is not None and above.symbols.startswith(symbols)
+        if match.depth < match.node.num_blocks:
+            return gives_way(symbols, self._symbols_of(match.node.slot_at(match.depth)))
+        _, above = match.node.neighbours(symbols, self._symbols_of)
+        return above is not None and gives_way(symbols, self._symbols_of(above.first_slot))
 
     def _supersede(self, parent: Node, symbols: bytes) -> list[int]:
         """Changes state. Drop the short child of `parent` with which `symbols` begins. Slots free now.
 
         There is at most one, and nothing sorts between the two: it would begin with that short block as well.
         """
-        below, _ = parent.neighbours(symbols)
-        if below is not None and below.short and symbols.startswith(below.symbols):
+        below, _ = parent.neighbours(symbols, self._symbols_of)
+        if below is not None and below.short and gives_way(self._symbols_of(below.first_slot), symbols):
             return self._drop(below)
         return []
 
-    def _append(self, parent: Node, hashes: bytes, slots: "array[int]", symbols: bytes) -> Node:
+    def _append(self, parent: Node, hashes: bytes, slots: bytes) -> Node:
         """Changes state. Put whole blocks behind `parent`, into its run if nothing else follows. Where they are."""
         # A pinned run must not get longer: its leases would hold what they did not ask for.
-        if parent.parent is None or parent.children or parent.pins:
-            return self._add_child(parent, hashes, slots, symbols)
-        parent.hashes += hashes
-        parent.slots.extend(slots)
+        if parent.parent is None or parent.order or parent.pins:
+            return self._add_child(parent, hashes, slots)
         self._owners.take(parent, slots)
-        self._count(parent, len(slots))
+        parent.hashes += hashes
+        parent.slots += slots
+        self._count(parent, len(slots) // SLOT_NBYTES)
         return parent
 
-    def _add_child(self, parent: Node, hashes: bytes, slots: "array[int]", symbols: bytes, short: bool = False) -> Node:
-        child = Node(bytearray(hashes), slots, symbols, parent, parent.group, short)
-        parent.link(child)
-        self._owners.enrol(child)
-        self._count(child, len(slots))
-        self._review(parent)
+    def _add_child(self, parent: Node, hashes: bytes, slots: bytes, short: bool = False) -> Node:
+        child = Node(hashes, slots, parent, kind(parent.group, short=short))
+        self._owners.enrol(child, last_used=self._tick)
+        self._index.add(child)
+        parent.link(child, self._symbols_of)
+        self._count(child, child.num_blocks)
         return child
+
+    # --- load
+
+    def load(self, group: int, blocks: LoadedBlocks) -> NDArray[np.uint32]:
+        """Changes state. Take many blocks at once, of a group that has none yet. The slots that have no place.
+
+        A block has no place if its chain to a root is broken, its parent is short, an earlier row has its hash, another
+        row has its slot, or it is short and begins a sibling. Rows of a slot that another group's block holds are left
+        out, and not among the answers: that slot has a place.
+
+        Roots are the parents of blocks number 0. Long, but it lets other threads run: no call in it takes long alone.
+        """
+        assert not self.num_blocks(group), "only an empty group can be loaded"
+        taken = self._owners.are_held(blocks.slots)
+        foreign = {root for root, node in self._roots.items() if node.group != group}
+        forest = grow(blocks, ~taken, foreign, self._symbols_of)
+        for root in forest.roots:
+            self.add_root(BlockHash(root), group)
+        nodes = forest.plant([self._roots[BlockHash(root)] for root in forest.roots], group)
+        self._owners.enrol_all(nodes, forest.slots, forest.starts, forest.last_used)
+        for node in nodes:
+            self._index.add(node)
+        self._tick = max(self._tick, forest.last_used.max(initial=0).item())
+        self._shape += 1
+        if nodes:
+            self._count(nodes[0], len(forest.slots))
+        for slot, last_used in forest.leaves():
+            self._groups[group].policy.offer(slot, last_used)
+        self._victim(group)  # what the policy prepares for its first answer is better done here
+        return forest.lost
 
     # --- remove
 
@@ -275,37 +329,41 @@ class PrefixTree:
         """Changes state. Forget every block in a drainable extent, with all that follows them. Slots free now."""
         freed = []
         for node in self._owners.nodes_in(extent, slots_per_extent):
-            inside = np.frombuffer(node.slots, np.uintc) // slots_per_extent == extent
-            if inside.any():  # else a cut before this one has split the run
-                assert not node.pins, "only a drainable extent can be drained"
-                freed += self.remove(node, int(inside.argmax()))
+            assert not node.pins, "only a drainable extent can be drained"
+            inside = np.frombuffer(node.slots, "<u4") // slots_per_extent == extent
+            freed += self.remove(node, int(inside.argmax()))
         return freed
 
     def _drop(self, top: Node) -> list[int]:
         """Changes state. `top` and all below it leave the tree. Slots free now."""
         assert top.parent is not None
-        top.parent.unlink(top)
+        top.parent.unlink(top, self._symbols_of)
         freed, below = [], [top]
         while below:
             node = below.pop()
             below += node.order
-            node.children, node.order = {}, []
+            self._detach(node)
             if node.pins:
-                node.detached = True
                 self._detached.add(node)
             else:
                 freed += self._forget(node)
         self._shape += 1
-        self._review(top.parent)
+        self._offer(top.parent)
         return freed
+
+    def _detach(self, node: Node) -> None:
+        """Changes state. No match sees `node` any more."""
+        self._index.discard(node)
+        if not node.pins:
+            self._groups[node.group].num_evictable -= node.num_blocks
+        node.detach()
 
     def _forget(self, node: Node) -> list[int]:
         """Changes state. No lease holds `node`, and no match sees it: it is gone."""
-        self._count(node, -len(node.slots))
-        node.detached = True
-        self._review(node)
+        self._detached.discard(node)
+        self._groups[node.group].num_blocks -= node.num_blocks
         self._owners.retire(node)
-        return node.slots.tolist()
+        return array("I", node.slots).tolist()
 
     # --- evict
 
@@ -313,13 +371,13 @@ class PrefixTree:
         """Changes state. Up to `count` slots, from the tails of the victims the policy names."""
         freed: list[int] = []
         while len(freed) < count and (node := self._victim(group)) is not None:
-            freed += self._cut_tail(node, max(0, len(node.slots) - (count - len(freed))))
+            freed += self._cut_tail(node, max(0, node.num_blocks - (count - len(freed))))
         return freed
 
     def coldest(self, group: int) -> int | None:
         """Query. Last use of the next victim; None: there is none."""
         node = self._victim(group)
-        return None if node is None else node.last_used
+        return None if node is None else self._owners.last_used(node.first_slot)
 
     def extents_by_heat(self, slots_per_extent: int, width: int) -> list[tuple[float, int, bool]]:
         """Query. (mean last use of its blocks, extent, drainable) of each extent that has blocks, coldest first.
@@ -337,48 +395,53 @@ class PrefixTree:
         assert node.is_victim
         if not keep:
             return self._drop(node)
-        tail = node.slots[keep:]
-        del node.slots[keep:]
-        del node.hashes[keep * HASH_NBYTES :]
+        tail = node.slots[keep * SLOT_NBYTES :]
+        node.slots = node.slots[: keep * SLOT_NBYTES]
+        node.hashes = node.hashes[: keep * HASH_NBYTES]
         self._owners.give_back(tail)
-        self._count(node, -len(tail))
+        self._count(node, -(len(tail) // SLOT_NBYTES))
         self._shape += 1
-        return tail.tolist()
+        return array("I", tail).tolist()
 
     # --- what several verbs share
 
     def _end_at(self, node: Node, depth: int) -> Node:
         """Changes state. The node that ends with block `depth` of this run, after a split if it goes on."""
-        return node if depth == len(node.slots) else self._split(node, depth)
+        return node if depth == node.num_blocks else self._split(node, depth)
 
     def _split(self, node: Node, at: int) -> Node:
-        upper = node.split(at, self._symbols_of(node.slots[at]))
-        self._owners.give_back(upper.slots)
-        self._owners.enrol(upper)
+        self._index.discard(node)
+        upper = node.split(at, self._symbols_of)
+        self._index.add(upper)
+        self._index.add(node)
+        self._owners.split(upper, node)
+        self._offer(node)  # under its new name
         self._shape += 1
         return upper
 
-    def _touch(self, end: Node) -> None:
-        """Changes state. The path to `end` was used now."""
+    def _touch(self, path: list[Node]) -> list[int]:
+        """Changes state. The nodes from a root to the last one were used now. Their rows, of all but the root."""
         self._tick += 1
-        for node in end.path():
-            self._owners.touch(node, self._tick)
-        self._review(end)
+        rows = self._owners.rows_of(path[1:])
+        self._owners.touch(rows, self._tick)
+        return rows
+
+    def _use(self, end: Node) -> None:
+        """Changes state. The path to `end` was used now, and nothing holds it for that."""
+        self._touch(end.path())
+        self._offer(end)
 
     def _count(self, node: Node, num_blocks: int) -> None:
-        """Changes state. `node` gained or lost that many blocks."""
+        """Changes state. The group of `node`, which no lease holds, gained or lost that many blocks."""
         group = self._groups[node.group]
         group.num_blocks += num_blocks
-        if not (node.pins or node.detached):
-            group.num_evictable += num_blocks
+        group.num_evictable += num_blocks
 
-    def _review(self, node: Node) -> None:
-        """Changes state. Tell the policy whether `node` is a victim, after anything that may have changed it."""
-        policy = self._groups[node.group].policy
+    def _offer(self, node: Node) -> None:
+        """Changes state. Tell the policy if `node` is a victim, after anything that may have made it one or another."""
         if node.is_victim:
-            policy.offer(node)
-        else:
-            policy.withdraw(node)
+            slot = node.first_slot
+            self._groups[node.group].policy.offer(slot, self._owners.last_used(slot))
 
     def check(self, pins: Iterable[Pin] | None = None) -> None:
         """Query. Assert every invariant; with all pins that have not ended, also that no other pin is counted."""

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from kvstore.core.layout import (
     HEADER_NBYTES,
@@ -19,6 +20,7 @@ from kvstore.core.layout import (
     parse_header,
 )
 from kvstore.core.leases import SpecEntry
+from kvstore.core.moves import LoadedBlock, Outcome, WriteGroup, WrittenBlock
 from kvstore.core.slots import SLOTS_PER_EXTENT_MAX, slot_offset
 from kvstore.core.store import Query
 from kvstore.core.tier import new_tables
@@ -155,3 +157,73 @@ class SimSlab:
     def slots_in(self, state: int) -> list[int]:
         slots: list[int] = np.flatnonzero(self.tables.slots["state"] == state).tolist()
         return slots
+
+
+class SimDisk:
+    """A medium of plain bytes: slots and committed rows. What was written but not committed is gone at a crash."""
+
+    def __init__(self, slab: SimSlab, num_extents: int, extent_nbytes: int) -> None:
+        self.slab = slab
+        self.num_extents, self.extent_nbytes = num_extents, extent_nbytes
+        self.slots: dict[int, bytes] = {}
+        self.rows: dict[int, tuple[WrittenBlock, int, bytes]] = {}  # slot -> block, last use, symbols
+        self.classes = np.zeros(num_extents, np.uint64)
+        self.fails: set[int] = set()  # slots whose reads and writes fail
+        self.is_dead = False
+
+    def symbols(self, slot: int) -> bytes:
+        return self.rows[slot][2] if slot in self.rows else b""
+
+    def load(self, block: LoadedBlock) -> Outcome:
+        """Changes state. As a mover does: the bytes go into the slab, then they are checked."""
+        if self.is_dead or block.disk_slot in self.fails:
+            return Outcome.IO
+        data = self.slots.get(block.disk_slot, b"")
+        self.slab.write(self.slab.offset(block.memory_slot), data)
+        header = parse_header(data[:HEADER_NBYTES].ljust(HEADER_NBYTES, b"\0"))
+        if header is None or header.identity.block_hash != block.block_hash or not header.rects:
+            return Outcome.CORRUPT
+        payload = data[HEADER_NBYTES : HEADER_NBYTES + header.payload_nbytes]
+        return Outcome.OK if xxhash.xxh3_64_intdigest(payload) == header.rects[0].sum else Outcome.CORRUPT
+
+    def write(self, block: WrittenBlock) -> bool:
+        """Changes state. False where it fails; what is not summed is not written."""
+        header = self.slab.header(block.memory_slot)
+        if self.is_dead or block.disk_slot in self.fails or header is None or not header.rects:
+            return False
+        if header.identity.block_hash != block.block_hash:
+            return False
+        offset = self.slab.offset(block.memory_slot)
+        self.slots[block.disk_slot] = self.slab.bytes[offset : offset + block.slot_nbytes].tobytes()
+        return True
+
+    def commit(self, group: WriteGroup) -> tuple[frozenset[int], bool]:
+        """Changes state. Write and commit a whole group: the slots that failed, and whether anything is durable."""
+        failed: set[int] = set()
+        hashes: set[bytes] = set()
+        for block in group.blocks:
+            assert block.disk_slot not in self.rows, "a slot was reused before its row was gone"
+            if block.parent in hashes or not self.write(block):
+                failed.add(block.disk_slot)
+                hashes.add(block.block_hash)
+        if self.is_dead:
+            return frozenset(failed), False
+        for slot in group.deletes:
+            self.rows.pop(slot, None)
+        for block in group.blocks:
+            if block.disk_slot not in failed:
+                self.classes[block.disk_slot // SLOTS_PER_EXTENT_MAX] = block.slot_nbytes
+                self.rows[block.disk_slot] = (block, group.last_used, self.slab.symbols_of(block.memory_slot))
+        return frozenset(failed), True
+
+    def table(self) -> npt.NDArray[np.void]:
+        """Query. The committed rows as an index gives them."""
+        made = np.zeros(len(self.rows), SIM_ROW)
+        for at, (slot, (block, last_used, _)) in enumerate(self.rows.items()):
+            made[at] = (slot, block.number, block.is_short, block.block_hash, block.parent, last_used)
+        return made
+
+
+SIM_ROW = np.dtype(
+    [("slot", "<u4"), ("number", "<u4"), ("short", "u1"), ("hash", "V16"), ("parent", "V16"), ("last_used", "<i8")]
+)

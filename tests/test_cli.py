@@ -97,7 +97,7 @@ def refused(ran: Ran, code: int = 1) -> str:
 FILES = {
     '[memory]\ncapcity = "1GiB"\n': "unknown key memory.capcity; did you mean memory.capacity?",
     'adress = "ipc:///x"\n': "unknown key adress; did you mean address?",
-    "[disk]\npath = '/x'\n": "unknown key disk",
+    "[disk]\npath = '/x'\n": "disk.capacity is not set",
     'memory = "2GiB"\n': "memory is a section",
     "[memory]\ncapacity = \n": "Invalid value",
     "[memory]\ncapacity = 1.5\n": "memory.capacity=1.5: Expected `int`, got `float`",
@@ -304,7 +304,8 @@ def test_status_is_one_json_object_or_a_page(run: Callable[..., Ran], daemon: Da
 def test_serve_says_its_sizes_and_ends_without_a_trace() -> None:
     """CFG, LEK: L#1787, the effective values are printed."""
     for ending in (signal.SIGTERM, signal.SIGINT):
-        with Daemon("--memory.session_share", "0.25", "--memory.checksums", "false", capacity="33MiB") as daemon:
+        flags = ("--memory.session_share", "0.25", "--memory.checksums", "false", "--memory.keep", "false")
+        with Daemon(*flags, capacity="33MiB") as daemon:
             said = daemon.log
             assert f"kvstore: listening on {daemon.address}\n" in said
             assert "kvstore: memory 32 MiB in 4 extents of 8 MiB, checksums off, at most 8 MiB per session\n" in said
@@ -330,7 +331,7 @@ def test_a_relative_folder_is_the_daemons_own(place: Place) -> None:
     """CFG: a client elsewhere must find it all the same."""
     place.memory.mkdir(mode=0o700)
     address = f"ipc://{place.folder}/kv.sock"
-    flags = ["--address", address, "--memory.path", "slab", "--memory.capacity", "4MiB"]
+    flags = ["--address", address, "--memory.path", "slab", "--memory.capacity", "4MiB", "--memory.keep", "false"]
     process = subprocess.Popen(
         [str(KVSTORE), "serve", *flags], cwd=place.memory, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
     )
@@ -344,17 +345,20 @@ def test_a_relative_folder_is_the_daemons_own(place: Place) -> None:
     assert list(place.memory.iterdir()) == []
 
 
-def test_what_a_killed_daemon_left_goes_at_the_next_start() -> None:
+def test_the_next_daemon_goes_on_with_a_slab_of_its_size_and_no_other() -> None:
     """RST, LEK."""
-    with Daemon() as daemon:
+    with Daemon(capacity="16MiB") as daemon:
         left = daemon.slabs
         daemon.kill()
+        daemon.start()
         assert daemon.slabs == left
+        assert daemon.terminate() == 0
+        assert daemon.slabs == left
+        left[0].write_bytes(b"not a slab")
         daemon.start()
         assert len(daemon.slabs) == 1
         assert daemon.slabs != left
-        assert daemon.terminate() == 0
-        assert not daemon.memory_path.exists()
+        assert "starting with an empty one" in daemon.log
 
 
 def test_clean_takes_what_nobody_uses(run: Callable[..., Ran], place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

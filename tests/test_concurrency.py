@@ -316,9 +316,7 @@ class Faltering:
 
     def receive(self, timeout_ms: float) -> bytes | None:
         frame = self._store.receive(timeout_ms)
-        if frame is None:
-            time.sleep(timeout_ms / 1000)
-        elif isinstance(wire.decode(frame), wire.Reserved):
+        if frame is not None and isinstance(wire.decode(frame), wire.Reserved):
             time.sleep(self.LATE_MS / 1000)
         return frame
 

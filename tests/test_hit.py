@@ -506,13 +506,13 @@ def test_an_answer_that_cannot_be_is_a_miss(client: Client, cache: Cache, monkey
     assert store(cache, chat(1))
     true_ask = link_module.Link.ask
     answers = [
-        wire.Acquired(1, 1 << 40, bytes(16)),
-        wire.Acquired(1, 64, b""),
-        wire.Acquired(1, 64, b"\xff" * 16),
-        wire.Acquired(1, 64, bytes(64)),
-        wire.Acquired(1, 17, bytes(4)),
-        wire.Acquired(1, 0, bytes(16)),
-        wire.Acquired(1, 64, (10**6).to_bytes(4, "little") * 4),
+        wire.Acquired(1, 1 << 40, bytes(16), 4),
+        wire.Acquired(1, 64, b"", 4),
+        wire.Acquired(1, 64, b"\xff" * 16, 4),
+        wire.Acquired(1, 64, bytes(64), 4),
+        wire.Acquired(1, 17, bytes(4), 4),
+        wire.Acquired(1, 0, bytes(16), 4),
+        wire.Acquired(1, 64, (10**6).to_bytes(4, "little") * 4, 4),
     ]
     for answer in answers:
         monkeypatch.setattr(link_module.Link, "ask", lambda *_, answer=answer: answer)

@@ -15,6 +15,7 @@ THIRD_PARTY = [
     ("transports/*", {"msgspec"}),
     ("transports/zeromq.py", {"zmq"}),
     ("kvstore/*", {"numpy", "xxhash", "msgspec"}),
+    ("kvstore/media/*", {"lmdb"}),
     ("kvstore/cli.py", {"typer", "rich"}),
     ("connectors/*", {"numpy"}),
     ("connectors/transformers.py", {"torch", "transformers", "xxhash"}),

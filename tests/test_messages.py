@@ -29,20 +29,24 @@ SAMPLES: list[Message] = [
     wire.Commit(6, SESSION, LEASE, b"\x01\x00", True, -1, 30.5, 128),
     wire.Clear(7, SESSION, 7),
     wire.GetStatus(8),
+    wire.Wait(9, SESSION, LEASE, 12, 100.0),
+    wire.Carry(10, SESSION, [(LEASE, SLOTS), (78, b"")]),
     wire.Release(SESSION, [1, LEASE, (1 << 63) - 1]),
     wire.Abort(SESSION, LEASE),
     wire.Discard(SESSION, LEASE, 3, "header"),
+    wire.Prefetch(SESSION, 7, HASHES, TOKENS, KEYS),
     wire.Report(SESSION, 7, 1500, 812.25, 850.5),
     wire.Goodbye(SESSION),
     wire.Welcome(1, 1, 1234567890123456789, SESSION, "/dev/shm/x/slab", "/dev/shm/x/sessions", True),
     wire.Attached(2, 7, "xxh3-128"),
     wire.Found(3, 1500),
-    wire.Acquired(4, 100, SLOTS),
+    wire.Acquired(4, 100, SLOTS, 1),
     wire.Reserved(5, 64, SLOTS, 1234567890123456790, 2),
     wire.Committed(6, 2),
     wire.Done(7),
     wire.State(8, b'{"epoch": 1}'),
     wire.Failed(9, "session-lost", "session 1 is unknown here — é"),
+    wire.Loaded(10, 12, True),
 ]
 
 
@@ -94,7 +98,9 @@ def test_fields_with_defaults_may_be_missing_and_unknown_ones_follow() -> None:
         wire.Found(1, -1),
         wire.Clear(1, SESSION, 65536),
         wire.Find(1, SESSION, 0, b"", bytes(4 * (wire.TOKENS_MAX + 1))),
-        wire.Acquired(1, 1, bytes(4 * (wire.BLOCKS_MAX + 1))),
+        wire.Acquired(1, 1, bytes(4 * (wire.BLOCKS_MAX + 1)), 0),
+        wire.Wait(1, SESSION, 1, 1, -1.0),
+        wire.Carry(1, SESSION, [(1, b"")] * (wire.LEASES_PER_NOTICE_MAX + 1)),
         wire.Commit(1, SESSION, 1, bytes(wire.BLOCKS_MAX + 1)),
         wire.Commit(1, SESSION, 1, b"", priority=2),
         wire.Commit(1, SESSION, 1, b"", keep_for_s=-1.0),
@@ -122,7 +128,7 @@ def test_bounds_themselves_are_allowed() -> None:
     for message in (
         wire.GetStatus((1 << 63) - 1),
         wire.Find(1, SESSION, 65535, bytes(16 * wire.BLOCKS_MAX), bytes(4 * wire.TOKENS_MAX)),
-        wire.Acquired(1, 1, bytes(4 * wire.BLOCKS_MAX)),
+        wire.Acquired(1, 1, bytes(4 * wire.BLOCKS_MAX), 0),
         wire.Release(SESSION, [1] * wire.LEASES_PER_NOTICE_MAX),
         wire.Find(1, SESSION, 0, b"", b"", [(wire.TOKENS_MAX, bytes(16))] * wire.KEYS_MAX),
     ):
@@ -141,6 +147,12 @@ def test_packed_fields_hold_whole_elements(sample: Message) -> None:
             broken = values | {name: values[name] + bytes(extra)}
             with pytest.raises(RemoteProtocolError, match=f"{name}: .* no multiple of {widths[name]}"):
                 decode(msgspec.msgpack.encode([tag, *broken.values()]))
+
+
+def test_carried_slots_are_whole_numbers() -> None:
+    """SEC."""
+    with pytest.raises(RemoteProtocolError, match="no multiple of 4"):
+        decode(msgspec.msgpack.encode([10, 1, SESSION, [(1, b"123")]]))
 
 
 def test_frame_above_the_limit_is_our_bug() -> None:

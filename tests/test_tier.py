@@ -19,10 +19,10 @@ ROOTS = {SMALL: BlockHash(b"small".ljust(16)), LARGE: BlockHash(b"large".ljust(1
 class Blocks:
     """A tier of one-token blocks, with headers kept in a dict."""
 
-    def __init__(self, num_extents: int, generation: int = 0) -> None:
+    def __init__(self, num_extents: int) -> None:
         self.symbols: dict[int, bytes] = {}
         self.tables = new_tables(num_extents)
-        self.tier = Tier(EXTENT_NBYTES, self.tables, self.symbols.__getitem__, generation)
+        self.tier = Tier(EXTENT_NBYTES, self.tables.extents, self.tables.slots["state"], self.symbols.__getitem__)
         for slot_nbytes, root in ROOTS.items():
             self.tier.add_spec(root, slot_nbytes)
         for extent in range(num_extents):
@@ -30,10 +30,9 @@ class Blocks:
 
     def put(self, ids: list[int], slot_nbytes: int = SMALL) -> int:
         """Number of blocks taken, of a chain that is not cached yet; -1 when there is no room."""
-        granted = self.tier.reserve(slot_nbytes, len(ids), owner=3)
-        if granted is None:
+        slots = self.tier.reserve(slot_nbytes, len(ids))
+        if slots is None:
             return -1
-        slots, _ = granted
         self.symbols |= {slot: block_symbols(token_bytes([i]), ()) for slot, i in zip(slots, ids, strict=True)}
         inserted = self.tier.insert(ROOTS[slot_nbytes], self.hashes(ids, slot_nbytes), 0, slots, short=False)
         self.tier.give_back(inserted.unused)
@@ -52,13 +51,11 @@ class Blocks:
 
 
 def test_table_follows_a_slot_through_its_life() -> None:
-    blocks = Blocks(1, generation=41)
-    granted = blocks.tier.reserve(SMALL, 2, owner=7)
-    assert granted is not None
-    slots, generation = granted
+    blocks = Blocks(1)
+    slots = blocks.tier.reserve(SMALL, 2)
+    assert slots is not None
     rows = blocks.tables.slots[list(slots)]
-    assert (rows["state"].tolist(), rows["owner"].tolist(), rows["generation"].tolist()) == ([1, 1], [7, 7], [42, 42])
-    assert generation == 42
+    assert rows["state"].tolist() == [RESERVED, RESERVED]
     blocks.tier.give_back(slots)
     assert blocks.states() == [0, 0]
     assert blocks.put([1, 2]) == 2
@@ -70,10 +67,10 @@ def test_table_follows_a_slot_through_its_life() -> None:
 def test_block_written_twice_leaves_its_slot_reserved_until_given_back() -> None:
     blocks = Blocks(1)
     blocks.put([1])
-    granted = blocks.tier.reserve(SMALL, 1, owner=0)
+    granted = blocks.tier.reserve(SMALL, 1)
     assert granted is not None
-    inserted = blocks.tier.insert(ROOTS[SMALL], blocks.hashes([1]), 0, granted[0], short=False)
-    assert (inserted.inserted, inserted.unused) == (0, list(granted[0]))
+    inserted = blocks.tier.insert(ROOTS[SMALL], blocks.hashes([1]), 0, granted, short=False)
+    assert (inserted.inserted, inserted.unused) == (0, list(granted))
     assert blocks.states() == [1, 1]
     assert blocks.tier.counts(SMALL) == (6, 1, 1)
     blocks.tier.give_back(inserted.unused)
@@ -86,9 +83,9 @@ def test_reserve_without_room_changes_nothing_of_its_class() -> None:
     pin = blocks.tier.pin(blocks.tier.match(ROOTS[SMALL], blocks.hashes([1, 2])))
     blocks.put([9, 9])
     assert blocks.tier.available(SMALL) == 6
-    assert blocks.tier.reserve(SMALL, 7, owner=0) is None
+    assert blocks.tier.reserve(SMALL, 7) is None
     assert (blocks.found([1, 2, 3]), blocks.found([9, 9]), blocks.tier.num_evicted) == (3, 2, 0)
-    assert blocks.tier.reserve(SMALL, 6, owner=0) is not None
+    assert blocks.tier.reserve(SMALL, 6) is not None
     assert (blocks.found([1, 2, 3]), blocks.tier.num_evicted) == (2, 3)
     blocks.tier.unpin(pin)
     blocks.tier.check()
@@ -132,13 +129,13 @@ def test_class_without_victims_drains_the_coldest_extent_it_may() -> None:
 
 def test_counts_add_up_in_every_state() -> None:
     blocks = Blocks(2)
-    granted = blocks.tier.reserve(SMALL, 3, owner=0)
+    granted = blocks.tier.reserve(SMALL, 3)
     assert granted is not None
     blocks.put([1, 2])
     assert blocks.tier.counts(SMALL) == (3, 2, 3)
     assert blocks.tier.counts(LARGE) == (0, 0, 0)
-    assert blocks.tier.slot_nbytes_of(granted[0][0]) == SMALL
-    blocks.tier.give_back(granted[0])
+    assert blocks.tier.slot_nbytes_of(granted[0]) == SMALL
+    blocks.tier.give_back(granted)
     assert blocks.tier.counts(SMALL) == (6, 2, 0)
 
 
@@ -165,28 +162,29 @@ def test_distinct_blocks_counts_shared_ones_once() -> None:
 def test_nothing_is_taken_for_an_empty_list() -> None:
     blocks = Blocks(1)
     blocks.tier.give_back(array("I"))
-    assert blocks.tier.reserve(SMALL, 9, owner=0) is None
+    assert blocks.tier.reserve(SMALL, 9) is None
     assert blocks.tier.pool.num_unassigned == 1
 
 
 def test_comparing_extents_costs_what_is_in_them() -> None:
     """PRF: 2,000 extents of 64 MiB with 16 slots each, where numbers are given for 8,192."""
     num_extents, slot_nbytes = 2000, 4 << 20
-    tier = Tier(64 << 20, new_tables(num_extents), lambda _: b"", 0)
+    tables = new_tables(num_extents)
+    tier = Tier(64 << 20, tables.extents, tables.slots["state"], lambda _: b"")
     for size, root in ((slot_nbytes, ROOTS[SMALL]), (2 * slot_nbytes, ROOTS[LARGE])):
         tier.add_spec(root, size)
     for extent in range(num_extents):
         tier.add_extent(extent)
-        granted = tier.reserve(slot_nbytes, 16, owner=0)
+        granted = tier.reserve(slot_nbytes, 16)
         assert granted is not None
         hashes = Blocks.hashes(list(range(16 * extent, 16 * extent + 16)))
-        assert tier.insert(ROOTS[SMALL], hashes, 0, granted[0], short=False).inserted == 16
+        assert tier.insert(ROOTS[SMALL], hashes, 0, granted, short=False).inserted == 16
     took_ms = []
     for number in range(5):
         began = time.perf_counter()
-        granted = tier.reserve(2 * slot_nbytes, 8, owner=0)
+        granted = tier.reserve(2 * slot_nbytes, 8)
         took_ms.append(1000 * (time.perf_counter() - began))
         assert granted is not None
-        assert {slot // SLOTS_PER_EXTENT_MAX for slot in granted[0]} == {number}, "the coldest extent makes room"
+        assert {slot // SLOTS_PER_EXTENT_MAX for slot in granted} == {number}, "the coldest extent makes room"
     assert min(took_ms) < 20
     tier.check()

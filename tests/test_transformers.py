@@ -221,7 +221,7 @@ class HalfVerified:
     def __init__(self, block: Any) -> None:
         self._block = block
 
-    def blocks(self) -> Iterator[Any]:
+    def blocks(self, deadline_ms: float) -> Iterator[Any]:
         yield self._block
 
     def wait(self) -> int:

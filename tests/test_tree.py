@@ -1,8 +1,10 @@
 """The prefix tree: each rule by an example, then all of them against a model a child could check."""
 
 import math
+import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -14,6 +16,7 @@ from radix import (
     HashKind,
     Inserted,
     Keys,
+    LoadedBlocks,
     Match,
     Pin,
     PrefixTree,
@@ -113,7 +116,7 @@ def test_match_takes_the_child_that_shares_most(cache: Cache) -> None:
     match = cache.match((7, 5, 4))
     assert found(match) == (0, 2)
     assert match.partial is not None
-    assert match.partial.symbols == symbols_at((7, 5, 5), 0)
+    assert cache.headers[match.partial.first_slot] == symbols_at((7, 5, 5), 0)
 
 
 def test_short_block_matches_whole_and_in_part(cache: Cache) -> None:
@@ -158,8 +161,7 @@ def test_pin_holds_and_uses_the_partial_block_but_not_its_run(cache: Cache) -> N
     assert len(cache.tree.path_slots(pin)) == 2
     assert cache.tree.num_evictable(GROUP) == 2
     node, index = cache.tree.locate(pin, 1)
-    assert (index, len(node.slots)) == (0, 1)
-    assert node.last_used > max(child.last_used for child in node.order)
+    assert (index, node.num_blocks) == (0, 1)
     assert cache.tree.unpin(pin) == []
     assert cache.tree.coldest(GROUP) == 1
     cache.tree.check([])
@@ -193,6 +195,68 @@ def test_pinned_leaf_survives_and_the_rest_does_not(cache: Cache) -> None:
     assert set(held).isdisjoint(gone)
     assert cache.tree.coldest(GROUP) is None
     cache.tree.check([pin])
+
+
+def test_pin_slot_holds_the_path_that_ends_there(cache: Cache) -> None:
+    cache.insert((1, 1, 1, 2, 2, 2, 3))
+    slots = cache.tree.path_slots(cache.pin((1, 1, 1, 2, 2, 2, 3)))
+    cache.insert((9,) * 9)
+    for index, slot in enumerate(slots):
+        pin = cache.tree.pin_slot(slot)
+        assert pin is not None
+        assert (pin.num_blocks, pin.partial_tokens) == (index + 1, 0)
+        assert cache.tree.path_slots(pin) == slots[: index + 1]
+        cache.tree.unpin(pin)
+    middle = cache.tree.match(ROOT, cache.hashes((9,) * 6))
+    assert middle is not None
+    pin = cache.tree.pin_slot(middle.node.slot_at(1))
+    assert pin is not None
+    assert (len(cache.tree.path_slots(pin)), cache.tree.num_evictable(GROUP)) == (2, 1)
+
+
+def test_pin_slot_of_no_attached_block_is_none(cache: Cache) -> None:
+    cache.insert((1,) * 3)
+    pin = cache.pin((1,) * 3)
+    (slot,) = cache.tree.path_slots(pin)
+    assert cache.tree.pin_slot(slot + 1) is None
+    assert cache.tree.pin_slot(slot + 1_000_000) is None
+    cache.tree.clear(ROOT)
+    assert cache.tree.detached_slots().tolist() == [slot]
+    assert cache.tree.pin_slot(slot) is None
+    cache.tree.check([pin])
+
+
+def test_path_hashes_are_those_of_the_pinned_blocks(cache: Cache) -> None:
+    tokens = (1, 1, 1, 2, 2, 2, 3, 3, 3)
+    cache.insert(tokens)
+    assert cache.tree.path_hashes(cache.pin(tokens, 2)) == cache.hashes(tokens[:6])
+    assert cache.tree.path_hashes(cache.pin((1, 1, 1, 2))) == cache.hashes(tokens[:6])  # the partial block as it is
+    assert cache.tree.path_hashes(cache.pin((9,))) == b""
+
+
+def test_touched_chain_goes_last_and_nothing_is_held_or_cut(cache: Cache) -> None:
+    for token in (1, 2, 3):
+        cache.insert((token,) * 6)
+    cache.tree.touch(cache.match((1,) * 3))
+    cache.tree.touch(cache.match((2, 2, 9)))  # a partial block
+    cache.tree.touch(cache.match((9,)))  # nothing
+    assert (cache.tree.num_nodes, cache.tree.num_evictable(GROUP)) == (3, 6)
+    for token in (3, 1, 2):
+        assert sum(found(cache.match((t,) * 6))[0] for t in (1, 2, 3)) == 2 * (3 - (3, 1, 2).index(token))
+        cache.give_back(cache.tree.evict(GROUP, 2))
+        assert found(cache.match((token,) * 6)) == (0, 0)
+    cache.tree.check([])
+
+
+def test_hash_under_another_root_is_not_found(cache: Cache) -> None:
+    """Two specs never share a hash; if they did, neither would be answered with the other's blocks."""
+    cache.tree.add_root(OTHER_ROOT, OTHER_GROUP)
+    cache.insert((1,) * 3)
+    assert found(cache.match((1,) * 3, root=OTHER_ROOT)) == (0, 0)
+    cache.insert((1,) * 3, root=OTHER_ROOT)
+    cache.give_back(cache.tree.clear(OTHER_ROOT))
+    assert found(cache.match((1,) * 3)) == (1, 0)
+    cache.tree.check([])
 
 
 # --- insert
@@ -362,11 +426,11 @@ def test_drain_takes_followers_in_other_extents(cache: Cache) -> None:
     cache.tree.check([])
 
 
-def test_drain_forgets_no_more_when_a_node_id_is_used_again(cache: Cache) -> None:
+def test_drain_forgets_no_more_than_what_is_in_the_extent_or_follows(cache: Cache) -> None:
     cache.free = [3, 2, 9, 1, 0]
-    cache.insert((1,) * 6)  # node 1: slots 0, 1
-    cache.insert((2,) * 6)  # node 2: slots 9, 2
-    cache.insert((1,) * 7, start=2)  # node 3: slot 3, goes with node 1; node 2's upper part gets its id
+    cache.insert((1,) * 6)  # slots 0, 1
+    cache.insert((2,) * 6)  # slots 9, 2: its first block stays
+    cache.insert((1,) * 7, start=2)  # slot 3, goes with slot 0
     assert sorted(cache.tree.drain(0, EXTENT)) == [0, 1, 2, 3]
     assert found(cache.match((2,) * 6)) == (1, 0)
     cache.tree.check([])
@@ -406,6 +470,21 @@ def common(a: Tokens, b: Tokens) -> int:
 def begins(short: Tokens, longer: Tokens) -> bool:
     """Whether a block gives way to another: same parent, and its tokens begin the other's."""
     return parent_of(short) == parent_of(longer) and longer[: len(short)] == short
+
+
+def rows_of(model: dict[Tokens, int], rng: random.Random) -> LoadedBlocks:
+    """The model's blocks in any order, used at any time."""
+    blocks = list(model)
+    rng.shuffle(blocks)
+    hashes = [hash_prefix(ROOT, token_bytes(block), T, HashKind.XXH3) for block in blocks]
+    return LoadedBlocks(
+        np.array([model[block] for block in blocks], np.uint32),
+        np.array([chain[-16:] for chain in hashes], "V16"),
+        np.array([chain[-32:-16] or ROOT for chain in hashes], "V16"),
+        np.array([len(parent_of(block)) // T for block in blocks], np.uint32),
+        np.array([len(block) % T > 0 for block in blocks], np.bool_),
+        np.array([rng.randrange(9) for _ in blocks], np.int64),
+    )
 
 
 prompts = st.lists(st.integers(1, 2), min_size=1, max_size=13).map(tuple)
@@ -460,10 +539,46 @@ class TreeMachine(RuleBasedStateMachine):
         slots = self.tree.path_slots(pin).tolist()
         whole = [self.model[block] for block in chain_of(tokens)[: pin.num_blocks]]
         assert slots[: pin.num_blocks] == whole
+        hashes = self.tree.path_hashes(pin)
+        assert hashes.startswith(self.cache.hashes(tokens)[: pin.num_blocks * 16])
+        assert len(hashes) == len(slots) * 16
         assert set(slots) <= set(self.model.values())
         assert max_blocks is None or len(slots) <= max_blocks
         self.held.append((pin, slots))
         return pin, slots
+
+    @rule(tokens=prompts)
+    def touch(self, tokens: Tokens) -> None:
+        before = self.tree.num_nodes, self.tree.num_evictable(GROUP)
+        self.tree.touch(self.cache.match(tokens))
+        assert (self.tree.num_nodes, self.tree.num_evictable(GROUP)) == before
+
+    @rule(target=leases, tokens=prompts)
+    def pin_slot(self, tokens: Tokens) -> tuple[Pin, list[int]]:
+        known = chain_of(tokens)[: self.expected(tokens)[0]]
+        pin = self.tree.pin_slot(self.model[known[-1]]) if known else self.cache.pin((9,))
+        assert pin is not None
+        assert (pin.num_blocks, pin.partial_tokens) == (len(known), 0)
+        slots = self.tree.path_slots(pin).tolist()
+        assert slots == [self.model[block] for block in known]
+        self.held.append((pin, slots))
+        return pin, slots
+
+    @rule(rng=st.randoms(use_true_random=False))
+    def load(self, rng: random.Random) -> None:
+        """A tree that is loaded with the same blocks answers the same, and goes on like this one."""
+        loaded = PrefixTree(self.cache.headers.__getitem__)
+        loaded.add_root(ROOT, GROUP)
+        assert loaded.load(GROUP, rows_of(self.model, rng)).size == 0
+        loaded.check([])
+        assert loaded.num_blocks(GROUP) == len(self.model)
+        for block, slot in self.model.items():
+            match = loaded.match(ROOT, self.cache.hashes(block))
+            assert match is not None
+            assert match.num_blocks == len(chain_of(block))
+            assert match.node.slot_at(match.depth - 1) == slot
+        if not self.held:
+            self.tree = self.cache.tree = loaded
 
     @rule(lease=consumes(leases))
     def unpin(self, lease: tuple[Pin, list[int]]) -> None:
@@ -478,7 +593,7 @@ class TreeMachine(RuleBasedStateMachine):
         if index < self.expected(tokens)[0]:
             pin = self.cache.pin(tokens)
             node, place = self.tree.locate(pin, index)
-            assert node.slots[place] == self.model[chain[index]]
+            assert node.slot_at(place) == self.model[chain[index]]
             assert self.tree.unpin(pin) == []
             gone = self.tree.remove(node, place)
             self.model = {b: s for b, s in self.model.items() if b[: len(chain[index])] != chain[index]}
@@ -512,8 +627,72 @@ class TreeMachine(RuleBasedStateMachine):
             assert self.tree.path_slots(pin).tolist() == slots
             for index, slot in enumerate(slots):
                 node, place = self.tree.locate(pin, index)
-                assert node.slots[place] == slot
+                assert node.slot_at(place) == slot
 
 
 TreeMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
 test_tree_against_model = TreeMachine.TestCase
+
+
+class DamagedMachine(RuleBasedStateMachine):
+    """Headers that change under the tree: what it finds is never wrong, and no slot is lost or given back twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = Cache(400)
+        self.tree = self.cache.tree
+        self.truth: dict[int, bytes] = {}  # slot -> hash of the block that is stored there
+        self.held: list[tuple[Pin, list[int]]] = []
+
+    @rule(tokens=prompts)
+    def insert(self, tokens: Tokens) -> None:
+        hashes = self.cache.hashes(tokens)
+        blocks = [hashes[at : at + 16] for at in range(0, len(hashes), 16)]
+        self.truth.update(zip(self.cache.free[-1 : -1 - len(blocks) : -1], blocks, strict=True))
+        self.cache.insert(tokens)
+
+    @rule(pick=st.integers(0, 400), symbols=st.sampled_from([b"", b"\0", b"\0\0\0\1", b"\0\0\0\2", b"\xff" * 40]))
+    def damage(self, pick: int, symbols: bytes) -> None:
+        slots = sorted(self.cache.headers)
+        if slots:
+            self.cache.headers[slots[pick % len(slots)]] = symbols
+
+    @rule(tokens=prompts)
+    def pin(self, tokens: Tokens) -> None:
+        pin = self.cache.pin(tokens)
+        slots = self.tree.path_slots(pin).tolist()
+        assert b"".join(self.truth[slot] for slot in slots) == self.tree.path_hashes(pin)
+        assert self.tree.path_hashes(pin).startswith(self.cache.hashes(tokens)[: 16 * pin.num_blocks])
+        self.held.append((pin, slots))
+
+    @rule(pick=st.integers(0, 20))
+    def unpin(self, pick: int) -> None:
+        if self.held:
+            pin, slots = self.held.pop(pick % len(self.held))
+            assert self.tree.path_slots(pin).tolist() == slots
+            self.cache.give_back(self.tree.unpin(pin))
+
+    @rule(pick=st.integers(0, 20))
+    def remove(self, pick: int) -> None:
+        pins = [pin for pin, slots in self.held if slots]
+        if pins:
+            self.cache.give_back(self.tree.remove(*self.tree.locate(pins[pick % len(pins)], 0)))
+
+    @rule(count=st.integers(1, 9))
+    def evict(self, count: int) -> None:
+        expected = min(count, self.tree.num_evictable(GROUP))
+        gone = self.tree.evict(GROUP, count)
+        assert len(gone) == expected
+        self.cache.give_back(gone)
+
+    def teardown(self) -> None:
+        for pin, _ in self.held:
+            self.cache.give_back(self.tree.unpin(pin))
+        self.cache.give_back(self.tree.evict(GROUP, 400))
+        assert sorted(self.cache.free) == list(range(400))
+        assert (self.tree.num_nodes, self.tree.num_blocks(GROUP)) == (0, 0)
+        self.tree.check([])
+
+
+DamagedMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+test_damaged_headers_cost_no_more_than_matches = DamagedMachine.TestCase

@@ -106,7 +106,7 @@ def test_pin_released_early_is_caught_by_bytes_alone(monkeypatch: pytest.MonkeyP
     def lease_without_pin(store: Store, *args: Any) -> Lease | None:
         lease = real_lease(store, *args)
         if lease is not None:
-            store.memory.unpin(lease.pin)
+            store.memory.unpin(lease.pins[0])
         return lease
 
     real_lease = Store._lease
@@ -135,7 +135,7 @@ def test_extra_keys_left_out_of_symbols_are_caught(monkeypatch: pytest.MonkeyPat
 
 
 def test_victims_that_are_pinned_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    careless = property(lambda node: not (node.children or node.detached or node.parent is None))
+    careless = property(lambda node: not (node.order or node.detached or node.parent is None))
     monkeypatch.setattr(Node, "is_victim", careless)
     assert is_caught(World)
 

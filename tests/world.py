@@ -32,9 +32,10 @@ from kvstore.core.layout import (
     header_state,
 )
 from kvstore.core.leases import SpecEntry
+from kvstore.core.moves import SumBlocks
 from kvstore.core.slots import SLOTS_PER_EXTENT_MAX
-from kvstore.core.store import QUARANTINE_MS, Store, SumBlocks
-from kvstore.core.tier import FREE, RESERVED, SEALED
+from kvstore.core.store import QUARANTINE_MS, Store
+from kvstore.core.tier import FAILED, FREE, RESERVED, SEALED
 from kvstore.errors import SessionLost
 from kvstore.spec import KVSpec
 from radix import block_symbols_of, common_tokens
@@ -189,7 +190,7 @@ class World:
 
     def _check_pins(self) -> None:
         sessions = self.store.sessions
-        leases = [lease.pin for session in sessions for lease in session.leases.values()]
+        leases = [pin for session in sessions for lease in session.leases.values() for pin in lease.pins]
         parents = [each.parent for session in sessions for each in session.reservations.values()]
         self.store.memory.tree.check(leases + parents + list(self.store._summing.values()))
 
@@ -201,7 +202,8 @@ class World:
             extents = np.flatnonzero(self.slab.tables.extents == slot_nbytes)
             per_extent = self.extent_nbytes // slot_nbytes
             table = states.reshape(-1, SLOTS_PER_EXTENT_MAX)[extents]
-            counts = [int((table[:, :per_extent] == state).sum()) for state in (FREE, SEALED, RESERVED)]
+            states_of = ((FREE,), (SEALED, FAILED), (RESERVED,))  # FAILED: left the tree under a lease
+            counts = [int(np.isin(table[:, :per_extent], states).sum()) for states in states_of]
             assert not table[:, per_extent:].any(), "a slot beyond the end of its extent"
             assert tuple(counts) == self.store.memory.counts(slot_nbytes)
             assert sum(counts) == pool.num_slots(slot_nbytes) == len(extents) * per_extent

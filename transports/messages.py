@@ -5,14 +5,19 @@ Grammar (one ZeroMQ message each way; the body is one MessagePack array, its fir
     session   = hello welcome *exchange [goodbye]
     exchange  = request reply            ; exactly one terminal reply per request, from the dispatcher
               / notice                   ; one-way, never answered
-    request   = hello / attach / find / acquire / reserve / commit / clear / status
-    reply     = welcome / attached / found / acquired / reserved / committed / done / state / failed
-    notice    = release / abort / discard / report / goodbye
+    request   = hello / attach / find / acquire / wait / reserve / commit / clear / status / carry
+    reply     = welcome / attached / found / acquired / loaded / reserved / committed / done / state / failed
+    notice    = release / abort / discard / prefetch / report / goodbye
 
 - Order: messages of one connection are handled in the order sent. A client that stopped waiting for `acquired`
   therefore sends `release` with the same lease id and leaves nothing behind.
 - Ids: `request_id`, `lease` and `reservation` are chosen by the client, unique within its session; a repeated
   `acquire` or `reserve` with a living id is answered from that lease or reservation, not done twice.
+- Loads: `acquired` names slots whose bytes may still be on their way from a lower tier; its first `ready` blocks are
+  there. `wait` is answered by `loaded` once as many blocks as asked for are there, once no more will come, or after
+  `wait_ms`, whatever is first.
+- Restart: a client that finds a new daemon on the slab it has mapped sends `carry` with all it still holds, in as many
+  requests as that takes, before it lets the old session's byte go; until then nothing it may look at is reused.
 - Liveness: a session lives as long as its process holds a POSIX record lock on byte `session & 0xffff` of the
   sessions file; the daemon needs no heartbeat. "Reliable" covers a killed or stopped process on either side,
   and a lost connection; it does not cover a machine that lies about locks.
@@ -153,6 +158,26 @@ class GetStatus(Request, frozen=True, tag=8):
     pass
 
 
+class Wait(Request, frozen=True, tag=9):
+    """How far a lease's blocks have come: at once if `blocks` of them are ready, else when they are."""
+
+    session: Id
+    lease: Id
+    blocks: Count
+    wait_ms: Annotated[float, Meta(ge=0, le=MS_MAX)]
+
+
+class Carry(Request, frozen=True, tag=10):
+    """What a session of an earlier daemon still holds: (lease or reservation id, slots)."""
+
+    session: Id
+    holds: Annotated[list[tuple[Id, Slots]], Meta(max_length=LEASES_PER_NOTICE_MAX)]
+
+    def __post_init__(self) -> None:
+        for _, slots in self.holds:
+            _require_whole(holds=(slots, 4))
+
+
 # Notices
 
 
@@ -173,6 +198,19 @@ class Discard(Message, frozen=True, tag=22):
     lease: Id
     block: Count
     reason: Text
+
+
+class Prefetch(Message, frozen=True, tag=23):
+    """A prompt that comes soon. Fields as in Acquire."""
+
+    session: Id
+    spec_id: SpecId
+    hashes: Hashes
+    tokens: Tokens
+    keys: KeyList = []
+
+    def __post_init__(self) -> None:
+        _require_whole(hashes=(self.hashes, 16), tokens=(self.tokens, 4))
 
 
 class Report(Message, frozen=True, tag=24):
@@ -211,10 +249,11 @@ class Found(Reply, frozen=True, tag=42):
 
 
 class Acquired(Reply, frozen=True, tag=43):
-    """`slots`: one per block, the last one shared in part where num_tokens says so."""
+    """`slots`: one per block, the last one shared in part where num_tokens says so. `ready`: blocks readable now."""
 
     num_tokens: Count
     slots: Slots
+    ready: Count
 
     def __post_init__(self) -> None:
         _require_whole(slots=(self.slots, 4))
@@ -253,9 +292,16 @@ class Failed(Reply, frozen=True, tag=48):
     text: Text
 
 
-AnyRequest = Hello | Attach | Find | Acquire | Reserve | Commit | Clear | GetStatus
-AnyNotice = Release | Abort | Discard | Report | Goodbye
-AnyReply = Welcome | Attached | Found | Acquired | Reserved | Committed | Done | State | Failed
+class Loaded(Reply, frozen=True, tag=49):
+    """`ready`: leading blocks of the lease that are readable; `final`: there will be no more of them."""
+
+    ready: Count
+    final: bool
+
+
+AnyRequest = Hello | Attach | Find | Acquire | Wait | Reserve | Commit | Clear | GetStatus | Carry
+AnyNotice = Release | Abort | Discard | Prefetch | Report | Goodbye
+AnyReply = Welcome | Attached | Found | Acquired | Loaded | Reserved | Committed | Done | State | Failed
 AnyMessage = AnyRequest | AnyNotice | AnyReply
 
 _encoder = msgspec.msgpack.Encoder()

@@ -23,18 +23,34 @@ class SpecEntry:
 
 
 @dataclass(slots=True)
-class Lease:
-    """A session's pin. `private`: slots of its own blocks that lost a race; views of them may still be alive."""
+class Loading:
+    """Of a lease whose blocks are not all in memory yet: how the load goes, and whether to wait on."""
 
     entry: SpecEntry
-    pin: Pin
+    started_ms: float
+    first: int  # blocks that were there from the start
+    num_tokens: int  # to be loaded
+    is_cut: bool = False
+
+
+@dataclass(slots=True)
+class Lease:
+    """What a session may read: the blocks of a chain, or whatever it still held when its daemon was restarted.
+
+    `private`: slots that are in no chain, of its own blocks that lost a race; views of them may still be alive.
+    """
+
+    slot_nbytes: int
+    entry: SpecEntry | None  # None: held since before a restart
+    pins: tuple[Pin, ...]
     num_tokens: int
     slots: bytes
     private: array[int]
+    loading: Loading | None = None
 
     @property
     def nbytes(self) -> int:
-        return (len(self.slots) // 4 + len(self.private)) * self.entry.spec.slot_nbytes
+        return (len(self.slots) // 4 + len(self.private)) * self.slot_nbytes
 
 
 @dataclass(slots=True)

@@ -50,17 +50,35 @@ class SlotPool:
     def __init__(self, extent_nbytes: int, class_of: npt.NDArray[np.uint64]) -> None:
         """`class_of`: slot_nbytes each extent serves, 0 for none; written here only."""
         self.extent_nbytes = extent_nbytes
+        self.capacity_nbytes = extent_nbytes * len(class_of)
         self._class_of = class_of
         self._unassigned: deque[int] = deque()  # oldest first: clients have mapped those already
         self._extents: dict[int, _Extent] = {}
         self._with_room: dict[int, dict[int, None]] = {}  # slot_nbytes -> its extents with a free slot, oldest first
         self._num_free: dict[int, int] = {}
         self._num_taken: dict[int, int] = {}
+        self._withdrawn: set[int] = set()
 
     def add_extent(self, extent: int) -> None:
         """Changes state. An extent whose memory is there now."""
         assert not self._class_of[extent] and extent not in self._unassigned
         self._unassigned.append(extent)
+
+    def adopt(self, slot_nbytes: int, slots: npt.NDArray[np.uint32]) -> None:
+        """Changes state. These slots are taken already; their extents, which were not added, belong to this class."""
+        slots = np.sort(slots)
+        numbers, first = np.unique(slots // SLOTS_PER_EXTENT_MAX, return_index=True)
+        for number, members in zip(numbers.tolist(), np.split(slots, first[1:]), strict=True):
+            assert number not in self._extents and number not in self._unassigned
+            self._assign(number, slot_nbytes)
+            extent = self._extents[number]
+            taken = np.frombuffer(extent.taken, np.uint8)
+            taken[members % SLOTS_PER_EXTENT_MAX] = 1
+            extent.free = array("H", np.flatnonzero(taken == 0)[::-1].astype(np.uint16).tobytes())
+            self._num_free[slot_nbytes] -= len(members)
+            self._num_taken[slot_nbytes] += len(members)
+            if not extent.free:
+                del self._with_room[slot_nbytes][number]
 
     def add_class(self, slot_nbytes: int) -> None:
         """Changes state. Idempotent. A slot must fit an extent: the caller has checked."""
@@ -124,12 +142,28 @@ class SlotPool:
             extent, slot_nbytes = self._extents[number], int(self._class_of[number])
             assert extent.taken[index], f"slot {slot} is given back twice"
             extent.taken[index] = 0
+            if number in self._withdrawn:
+                self._num_taken[slot_nbytes] -= 1
+                continue
             extent.free.append(index)
             self._with_room[slot_nbytes][number] = None
             self._num_free[slot_nbytes] += 1
             self._num_taken[slot_nbytes] -= 1
             if len(extent.free) == len(extent.taken):
                 self._release(number, slot_nbytes)
+
+    def withdraw(self, extent: int) -> None:
+        """Changes state. Its medium is gone: no slot of it is handed out any more. Taken ones may still come back."""
+        if extent in self._withdrawn:
+            return
+        self._withdrawn.add(extent)
+        if extent in self._unassigned:
+            self._unassigned.remove(extent)
+        elif extent in self._extents:
+            slot_nbytes = int(self._class_of[extent])
+            self._num_free[slot_nbytes] -= len(self._extents[extent].free)
+            self._extents[extent].free = array("H")
+            self._with_room[slot_nbytes].pop(extent, None)
 
     def check(self) -> None:
         """Query. Assert that counters and free lists say the same."""

@@ -23,6 +23,15 @@ class Stats:
     blocks_already: int = 0  # written twice by writers that did not know of each other
     bytes_stored: int = 0
     blocks_summed: int = 0
+    blocks_loaded: int = 0  # from the lower tier into memory, verified
+    bytes_loaded: int = 0
+    loads_refused: int = 0  # recomputing was faster
+    loads_probed: int = 0
+    loads_cut: int = 0  # given up in the midst, because recomputing had become faster
+    tokens_loaded: int = 0  # of hits, from the lower tier
+    blocks_written: int = 0  # into the lower tier, durable
+    bytes_written: int = 0
+    groups_failed: int = 0
     sessions_opened: int = 0
     sessions_closed: int = 0
     sessions_died: int = 0
@@ -31,3 +40,5 @@ class Stats:
     ttft_reports: int = 0
     ttft_ms: float = 0.0
     discards: Counter[str] = field(default_factory=Counter)  # by reason, from DISCARD_REASONS
+    load_failures: Counter[str] = field(default_factory=Counter)  # blocks, by Outcome
+    writes_dropped: Counter[str] = field(default_factory=Counter)  # blocks, by reason: full, budget, paused, io

@@ -14,12 +14,18 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple
 
-from kvstore.core.leases import LEASES_MAX, RESERVATIONS_MAX, Lease, Reservation, Session, SpecEntry
+import numpy as np
+
+from kvstore.core.leases import LEASES_MAX, RESERVATIONS_MAX, Lease, Loading, Reservation, Session, SpecEntry
+from kvstore.core.lower import LowerTier
+from kvstore.core.moves import SumBlocks, Transfer
+from kvstore.core.placement import PROBE_NBYTES, LinearCost, due_ms
 from kvstore.core.stats import Stats
-from kvstore.core.tier import Tables, Tier
+from kvstore.core.takeover import Legacy, Takeover
+from kvstore.core.tier import FAILED, Tables, Tier
 from kvstore.errors import KVStoreError, SessionLost, SpecMismatch
 from kvstore.spec import KVSpec
-from radix import HashKind, Match, Pin, block_symbols_of, common_tokens, keys_digest, root_hash
+from radix import HASH_NBYTES, HashKind, Match, Pin, block_symbols_of, common_tokens, keys_digest, root_hash
 
 SESSIONS_MAX = 1024
 SESSION_ID_SHIFT = 15  # generations are nanoseconds: 33 us apart, ids differ, and they fit 47 bits until the year 2116
@@ -27,7 +33,6 @@ SPECS_MAX = 65536
 QUARANTINE_MS = 10_000.0
 DISCARD_REASONS = ("header",)
 NO_KEYS_DIGEST = keys_digest(())
-HASH_NBYTES = 16
 
 
 class Query(NamedTuple):
@@ -39,10 +44,21 @@ class Query(NamedTuple):
 
 
 class Acquisition(NamedTuple):
-    """What a lease holds: `slots` u32le, one per block; the last may be shared in part."""
+    """What a lease holds: `slots` u32le, one per block; the last may be shared in part. `ready`: see Progress."""
 
     num_tokens: int
     slots: bytes
+    ready: int
+
+
+class Progress(NamedTuple):
+    """How many leading blocks of a lease have their bytes, and whether there will be no more of them."""
+
+    ready: int
+    final: bool
+
+
+NOTHING = Progress(0, True)
 
 
 class Grant(NamedTuple):
@@ -54,12 +70,17 @@ class Grant(NamedTuple):
     available: int
 
 
-class SumBlocks(NamedTuple):
-    """Transfer: sum the payloads of slots that a device or a plain array store filled."""
+class _Chain(NamedTuple):
+    """A chain that is in memory or on its way, and the tokens of a prompt that it holds."""
 
-    id: int
-    entry: SpecEntry
-    slots: tuple[int, ...]
+    hashes: bytes
+    num_tokens: int
+
+
+class _Wait(NamedTuple):
+    lease: Lease | None  # None: it has ended
+    blocks: int
+    until_ms: float
 
 
 class Store:
@@ -75,10 +96,23 @@ class Store:
         session_share: float = 0.5,
         checksums: bool = True,
     ) -> None:
-        """All but the switches as in Tier. Extents enter by `add_extent`, when their memory is there."""
+        """As in Tier. Extents enter by `add_extent`, when their memory is there; a lower tier by `add_lower`.
+
+        `generation`: above all that an earlier owner of the tables gave out. `checksums`: whether blocks that nobody
+        summed are summed after commit; they are in any case where there is a lower tier.
+        """
         self.capacity_nbytes = extent_nbytes * len(tables.extents)
-        self.memory = Tier(extent_nbytes, tables, symbols_of, generation)
+        self.memory = Tier(extent_nbytes, tables.extents, tables.slots["state"], self._symbols)
+        self.lower: LowerTier | None = None
         self.stats = Stats()
+        self.now_ms = 0.0
+        self._rows = tables.slots
+        self._generation = generation
+        self._symbols_of = symbols_of
+        self._prefill: dict[int, LinearCost] = {}  # by spec id
+        self._takeover: Takeover | None = None
+        self._loading: list[Lease] = []
+        self._waits: dict[int, _Wait] = {}
         self._session_nbytes_max = int(self.capacity_nbytes * session_share)
         self._checksums = checksums
         self._specs: list[SpecEntry] = []
@@ -87,7 +121,7 @@ class Store:
         self._free_numbers = list(range(SESSIONS_MAX))[::-1]
         self._last_session = generation >> SESSION_ID_SHIFT  # so no id of an earlier daemon is used again
         self._quarantine: deque[tuple[float, array[int]]] = deque()
-        self._transfers: list[SumBlocks] = []
+        self._transfers: list[Transfer] = []
         self._summing: dict[int, Pin] = {}
         self._last_transfer = 0
 
@@ -98,7 +132,10 @@ class Store:
 
         `is_held`: whether a process still holds a number, since an earlier daemon gave it.
         """
-        number = next((number for number in reversed(self._free_numbers) if not is_held(number)), None)
+        strangers = self.strangers
+        number = next(
+            (number for number in reversed(self._free_numbers) if number not in strangers and not is_held(number)), None
+        )
         if number is None:
             return None
         self._free_numbers.remove(number)
@@ -157,6 +194,8 @@ class Store:
         kind = HashKind.SHA256 if spec.tenant_salt else HashKind.XXH3
         entry = SpecEntry(len(self._specs), spec, root_hash(spec.fingerprint, kind), kind)
         self.memory.add_spec(entry.root, spec.slot_nbytes)
+        if self.lower is not None:
+            self.lower.add_spec(entry)
         self._specs.append(entry)
         self._spec_ids[spec.fingerprint] = entry.spec_id
         return entry
@@ -175,13 +214,19 @@ class Store:
     # Reading
 
     def find(self, spec_id: int, query: Query) -> int:
-        """Query. Tokens cached now; no pin, no promise."""
+        """Query. Tokens cached now, in whatever tier; no pin, no promise."""
         entry = self.spec(spec_id)
-        match = self._match(entry, query)
-        return _num_tokens(entry, query, match.num_blocks) + match.partial_tokens
+        return max(
+            _num_tokens(entry, query, match.num_blocks) + match.partial_tokens
+            for match in self._matches(entry, query)
+            if match is not None
+        )
 
     def acquire(self, session_id: int, spec_id: int, lease_id: int, query: Query) -> Acquisition:
-        """Changes state. Match and pin in one step; repeated with a living lease id it answers the same."""
+        """Changes state. Match, pin and begin to bring up what is only below, in one step.
+
+        Repeated with a living lease id it answers the same.
+        """
         session, entry = self.session(session_id), self.spec(spec_id)
         lease = session.leases.get(lease_id)
         if lease is None:
@@ -189,9 +234,35 @@ class Store:
             lease = self._lease(session, entry, query)
             self._count_lookup(query, lease)
             if lease is None:
-                return Acquisition(0, b"")
+                return Acquisition(0, b"", 0)
             session.add_lease(lease_id, lease)
-        return Acquisition(lease.num_tokens, lease.slots)
+        return Acquisition(lease.num_tokens, lease.slots, self._progress(lease).ready)
+
+    def prefetch(self, session_id: int, spec_id: int, query: Query) -> None:
+        """Changes state. Bring up what is only below, when nothing more urgent is to be done."""
+        self.session(session_id)
+        entry = self.spec(spec_id)
+        match, below = self._matches(entry, query)
+        if self.lower is not None and below is not None and below.num_blocks > match.num_blocks:
+            self.lower.promote(entry, below, len(query.hashes) // HASH_NBYTES, self.now_ms, background=True)
+
+    def wait(self, token: int, session_id: int, lease_id: int, blocks: int, until_ms: float) -> None:
+        """Changes state. `take_progress` tells of `token` once that many blocks are ready, or there will be no more.
+
+        At `until_ms` at the latest. `token`: the caller's, not in use.
+        """
+        lease = self.session(session_id).leases.get(lease_id)
+        self._waits[token] = _Wait(lease, blocks, until_ms)
+
+    def take_progress(self) -> list[tuple[int, Progress]]:
+        """Changes state. What waiting callers can be told now."""
+        told = []
+        for token, wait in list(self._waits.items()):
+            progress = NOTHING if wait.lease is None else self._progress(wait.lease)
+            if progress.final or progress.ready >= wait.blocks or self.now_ms >= wait.until_ms:
+                told.append((token, progress))
+                del self._waits[token]
+        return told
 
     def release(self, session_id: int, lease_ids: Iterable[int]) -> None:
         """Changes state. Ends leases; unknown ids are no error, since a miss leaves no lease behind."""
@@ -203,8 +274,14 @@ class Store:
         """Changes state. A reader found a leased block wrong: it and all that depends on it leave the tier."""
         lease = self.session(session_id).leases.get(lease_id)
         self.stats.discards[reason if reason in DISCARD_REASONS else "other"] += 1
-        if lease is not None and block < len(lease.slots) // 4:
-            self.memory.remove(lease.pin, block)
+        if lease is None or lease.entry is None or block >= lease.pins[0].num_slots:
+            return
+        (pin,) = lease.pins
+        if self.lower is not None and self._symbols(_slot_at(lease.slots, block)):
+            # Its header is whole, so another block has this name: neither may be served, in no tier.
+            hashes = self.memory.tree.path_hashes(pin)[: (block + 1) * HASH_NBYTES]
+            self.lower.forget(lease.entry, hashes)
+        self.memory.remove(pin, block)
 
     # Writing
 
@@ -261,13 +338,16 @@ class Store:
         self.memory.unpin(reservation.parent)  # nothing is evicted before the insert, and only a free run may grow
         inserted = self.memory.insert(entry.root, hashes, reservation.start, slots, short=short)
         self._count_commit(entry, inserted.inserted, len(inserted.unused))
+        sum_id = None
         unused = array("I", inserted.unused) + dropped
         sealed = set(slots) - set(unused)
         unsummed = tuple(
             slot for slot, is_summed in zip(slots, summed, strict=False) if slot in sealed and not is_summed
         )
-        if unsummed and self._checksums:
-            self._sum_later(entry, hashes, unsummed)
+        if unsummed and (self._checksums or self.lower is not None):
+            sum_id = self._sum_later(entry, hashes, unsummed)
+        if inserted.inserted and self.lower is not None and self.lower.serves(entry):
+            self.lower.writes.write_later(entry, hashes, self.now_ms, sum_id=sum_id)
         if keep:
             session.add_lease(reservation_id, self._lease_of_own(entry, hashes, unused))
         else:
@@ -281,14 +361,18 @@ class Store:
             self.memory.give_back(self._end_reservation(session, reservation_id))
 
     def clear(self, spec_id: int) -> None:
-        """Changes state. Forget every block of a spec."""
-        self.memory.clear(self.spec(spec_id).root)
+        """Changes state. Forget every block of a spec, in every tier."""
+        entry = self.spec(spec_id)
+        self.memory.clear(entry.root)
+        if self.lower is not None and self.lower.serves(entry):
+            self.lower.tier.clear(entry.root)
 
-    def report(self, prefill_tokens: int | None, prefill_ms: float | None, ttft_ms: float | None) -> None:
+    def report(self, spec_id: int, prefill_tokens: int | None, prefill_ms: float | None, ttft_ms: float | None) -> None:
         """Changes state. What an engine measured."""
         if prefill_tokens is not None and prefill_ms is not None:
             self.stats.prefill_tokens += prefill_tokens
             self.stats.prefill_ms += prefill_ms
+            self.prefill_of(self.spec(spec_id)).observe(prefill_tokens, prefill_ms)
         if ttft_ms is not None:
             self.stats.ttft_reports += 1
             self.stats.ttft_ms += ttft_ms
@@ -299,24 +383,69 @@ class Store:
         """Changes state. An extent's memory is there."""
         self.memory.add_extent(extent)
 
-    def take_transfers(self) -> list[SumBlocks]:
+    def take_over(self, legacies: Iterable[Legacy], strangers: Iterable[int]) -> int:
+        """Changes state. Go on with what an earlier daemon held in the same slab: see Takeover. How many blocks."""
+        self._takeover = Takeover(self.memory, legacies, strangers)
+        self._quarantine_unclaimed()
+        return self._takeover.num_blocks
+
+    @property
+    def strangers(self) -> set[int]:
+        """Query. Numbers of an earlier daemon's sessions that live and have yet to be accounted for."""
+        return self._takeover.strangers if self._takeover is not None else set()
+
+    def carry(self, session_id: int, holds: Iterable[tuple[int, bytes]]) -> None:
+        """Changes state. A client of an earlier daemon says what it still holds: (lease id, slots u32le) each."""
+        session = self.session(session_id)
+        for number, slots in holds:
+            _require_unused(number, session.leases)
+            if self._takeover is not None:
+                self._carry(session, self._takeover, number, slots)
+
+    def account_for(self, number: int) -> None:
+        """Changes state. An earlier daemon's session has carried over what it holds, or is dead."""
+        if self._takeover is not None:
+            self._takeover.account_for(number)
+            self._quarantine_unclaimed()
+
+    def add_lower(self, lower: LowerTier) -> None:
+        """Changes state. A tier below memory, filled with what its medium held."""
+        lower.start(self.memory, self._symbols, self.stats, self.now_ms)
+        for entry in self._specs:
+            lower.add_spec(entry)
+        self.lower = lower
+
+    def take_transfers(self) -> list[Transfer]:
         """Changes state. Work for the movers since the last call."""
         transfers, self._transfers = self._transfers, []
+        if self.lower is not None:
+            transfers += self.lower.take_transfers(self.now_ms)
         return transfers
 
     def complete(self, transfer: SumBlocks) -> None:
         """Changes state. A mover is done with the slots of a transfer."""
         self.stats.blocks_summed += len(transfer.slots)
         self.memory.unpin(self._summing.pop(transfer.id))
+        if self.lower is not None:
+            self.lower.writes.summed(transfer.id)
 
     def next_deadline_ms(self) -> float | None:
         """Query. When `on_time` has something to do."""
-        return self._quarantine[0][0] if self._quarantine else None
+        times = [wait.until_ms for wait in self._waits.values()]
+        if self._quarantine:
+            times.append(self._quarantine[0][0])
+        if self.lower is not None:
+            cuts = [self._cut_ms(lease) for lease in self._loading]
+            times += [time for time in (*cuts, self.lower.next_deadline_ms()) if time is not None]
+        return min(times, default=None)
 
     def on_time(self, now_ms: float) -> None:
-        """Changes state. Slots whose quarantine is over are free again."""
+        """Changes state. It is later: quarantines end, and loads that fell behind recomputing are given up."""
+        self.now_ms = now_ms
         while self._quarantine and self._quarantine[0][0] <= now_ms:
             self.memory.give_back(self._quarantine.popleft()[1])
+        if self._loading:
+            self._review_loading()
 
     def check(self) -> None:
         """Query. Assert every invariant (docs/design.md lists them)."""
@@ -329,44 +458,143 @@ class Store:
         for entry, slots in self._reserved_slots():
             by_class[entry] += len(slots)
         for slot_nbytes, reserved in by_class.items():
-            assert self.memory.counts(slot_nbytes)[2] == reserved, "a reserved slot has no owner"
+            parked = self.memory.num_parked(slot_nbytes)
+            assert self.memory.counts(slot_nbytes)[2] == reserved + parked, "a reserved slot has no owner"
         assert self.stats.lookups == self.stats.hits + self.stats.misses
+        if self.lower is not None:
+            self.lower.check()
 
     # Parts
 
-    def _match(self, entry: SpecEntry, query: Query) -> Match:
-        block_nbytes, block_tokens = 4 * entry.spec.block_tokens, entry.spec.block_tokens
+    def _symbols(self, slot: int) -> bytes:
+        """Block symbols of a block in memory, also of one that is on its way up."""
+        lower = self.lower
+        source = lower.loads.arriving_from.get(slot) if lower is not None else None
+        return self._symbols_of(slot) if lower is None or source is None else lower.symbols_of(source)
 
-        def symbols_at(index: int) -> bytes:
-            tokens = query.tokens[index * block_nbytes : (index + 1) * block_nbytes]
-            first = index * block_tokens
-            for start, digest in query.keys:
-                if first <= start < first + len(tokens) // 4:
-                    return block_symbols_of(tokens, start - first, digest)
-            return block_symbols_of(tokens, len(tokens) // 4, NO_KEYS_DIGEST)
-
-        match = self.memory.match(entry.root, query.hashes, symbols_at)
-        partial_tokens = match.partial_tokens // entry.spec.grain_tokens * entry.spec.grain_tokens
-        return match._replace(partial=match.partial if partial_tokens else None, partial_tokens=partial_tokens)
+    def _matches(self, entry: SpecEntry, query: Query) -> tuple[Match, Match | None]:
+        """What memory and the tier below know of a prompt."""
+        symbols_at = _symbols_at(entry, query)
+        match = _in_grains(entry, self.memory.match(entry.root, query.hashes, symbols_at))
+        if self.lower is None or not self.lower.serves(entry):
+            return match, None
+        return match, _in_grains(entry, self.lower.tier.match(entry.root, query.hashes, symbols_at))
 
     def _lease(self, session: Session, entry: SpecEntry, query: Query) -> Lease | None:
-        match = self._match(entry, query)
-        num_blocks = match.num_blocks + (match.partial is not None)
-        if not num_blocks or len(session.leases) >= LEASES_MAX:
+        if len(session.leases) >= LEASES_MAX:
             return None
-        room = self._room_blocks(session, entry)
-        if room < num_blocks:  # what the session holds already costs it nothing
-            room += self.memory.held_blocks(match, [lease.pin for lease in session.leases.values()])
+        match, below = self._matches(entry, query)
+        num_tokens = _num_tokens(entry, query, match.num_blocks) + match.partial_tokens
+        loaded_from = None
+        if below is not None:
+            loaded = self._bring_up(session, entry, query, match, below)
+            if loaded is not None:
+                loaded_from = num_tokens
+                match = self.memory.match(entry.root, loaded.hashes)
+                num_tokens = loaded.num_tokens
+        num_blocks = match.num_blocks + (match.partial is not None)
+        if not num_blocks:
+            return None
+        room = self._room_for(session, entry, match)
         if room < num_blocks:
             self.stats.hits_shortened += 1
             if not room:
                 return None
+            num_tokens = min(num_tokens, room * entry.spec.block_tokens)
             pin = self.memory.pin(match, room)
-            num_tokens = _num_tokens(entry, query, room)
         else:
             pin = self.memory.pin(match)
-            num_tokens = _num_tokens(entry, query, match.num_blocks) + match.partial_tokens
-        return Lease(entry, pin, num_tokens, self.memory.tree.path_slots(pin).tobytes(), array("I"))
+        lease = Lease(
+            entry.spec.slot_nbytes, entry, (pin,), num_tokens, self.memory.tree.path_slots(pin).tobytes(), array("I")
+        )
+        self._watch_load(entry, lease, loaded_from)
+        return lease
+
+    def _bring_up(self, session: Session, entry: SpecEntry, query: Query, match: Match, below: Match) -> _Chain | None:
+        """The chain in the lower tier, on its way up, if it holds more of the prompt and that is worth the wait."""
+        assert self.lower is not None
+        lower, block_tokens = self.lower, entry.spec.block_tokens
+        have = _num_tokens(entry, query, match.num_blocks) + match.partial_tokens
+        most = _num_tokens(entry, query, below.num_blocks) + below.partial_tokens
+        lower.tier.touch(below)
+        if most <= have:
+            if below.num_blocks < match.num_blocks:  # used twice: worth a place below
+                lower.writes.write_later(
+                    entry, query.hashes[: match.num_blocks * HASH_NBYTES], self.now_ms, used_twice=True
+                )
+            return None
+        wanted = below.num_blocks + (below.partial is not None) - match.num_blocks
+        plan = lower.choose(entry.spec, wanted, most - have, self.prefill_of(entry), self.now_ms)
+        if not plan.num_blocks:
+            self._refuse(entry, below, match.num_blocks, plan.probe)
+            return None
+        room = self._room_for(session, entry, match)
+        promoted = lower.promote(entry, below, min(room, match.num_blocks + wanted), self.now_ms, background=False)
+        if promoted is None:
+            return None
+        num_tokens = min(most, promoted.num_blocks * block_tokens)
+        return _Chain(promoted.hashes, num_tokens) if num_tokens > have else None
+
+    def _refuse(self, entry: SpecEntry, below: Match, have: int, probe: bool) -> None:
+        """Recomputing is faster. `probe`: load a few blocks beside it, to see whether it still is."""
+        assert self.lower is not None
+        self.stats.loads_refused += 1
+        if probe:
+            self.stats.loads_probed += 1
+            num_blocks = -(-PROBE_NBYTES // entry.spec.slot_nbytes)
+            self.lower.promote(entry, below, have + num_blocks, self.now_ms, background=True)
+
+    def _watch_load(self, entry: SpecEntry, lease: Lease, loaded_from: int | None) -> None:
+        """Blocks of a lease may be on their way for it, or for somebody else who came first."""
+        slots = array("I", lease.slots)
+        ready = self.memory.num_sealed(slots)
+        if ready == len(slots):
+            return
+        start = min(ready * entry.spec.block_tokens, lease.num_tokens) if loaded_from is None else loaded_from
+        lease.loading = Loading(entry, self.now_ms, ready, max(1, lease.num_tokens - start))
+        self._loading.append(lease)
+        self.stats.tokens_loaded += lease.num_tokens - start
+
+    def _progress(self, lease: Lease) -> Progress:
+        slots = array("I", lease.slots)
+        if lease.loading is None:
+            return Progress(len(slots), True)
+        ready = self.memory.num_sealed(slots)
+        final = lease.loading.is_cut or ready == len(slots) or self.memory.state_of(slots[ready]) == FAILED
+        return Progress(ready, final)
+
+    def _review_loading(self) -> None:
+        """A lease whose load has ended, or that is better recomputed from here on, is not watched any more."""
+        for lease in list(self._loading):
+            until_ms = self._cut_ms(lease)
+            assert lease.loading is not None
+            if until_ms is not None and self.now_ms >= until_ms and not self._progress(lease).final:
+                lease.loading.is_cut = True
+                self.stats.loads_cut += 1
+                if self.lower is not None:
+                    self.lower.gate.cut()
+            if self._progress(lease).final:
+                self._loading.remove(lease)
+
+    def _cut_ms(self, lease: Lease) -> float | None:
+        """When a load falls behind recomputing if nothing more arrives."""
+        loading = lease.loading
+        assert loading is not None
+        ready = self._progress(lease).ready
+        done = (ready - loading.first) * loading.entry.spec.block_tokens
+        return due_ms(self.prefill_of(loading.entry), loading.started_ms, done, loading.num_tokens)
+
+    def prefill_of(self, entry: SpecEntry) -> LinearCost:
+        """Query. What recomputing costs the engines that serve a spec, as they reported it."""
+        return self._prefill.setdefault(entry.spec_id, LinearCost())
+
+    def _room_for(self, session: Session, entry: SpecEntry, match: Match) -> int:
+        """How many blocks a lease may have: what the session holds of this match already costs it nothing."""
+        num_blocks = match.num_blocks + (match.partial is not None)
+        room = self._room_blocks(session, entry)
+        if room < num_blocks:
+            room += self.memory.held_blocks(match, _pins_of(session))
+        return room
 
     def _room_blocks(self, session: Session, entry: SpecEntry) -> int:
         """How many blocks the session may still hold.
@@ -382,16 +610,21 @@ class Store:
         nbytes = sum(reservation.nbytes for reservation in session.reservations.values())
         by_size: dict[int, list[Pin]] = {}
         for lease in session.leases.values():
-            size = lease.entry.spec.slot_nbytes
-            nbytes += len(lease.private) * size
-            by_size.setdefault(size, []).append(lease.pin)
+            nbytes += len(lease.private) * lease.slot_nbytes
+            by_size.setdefault(lease.slot_nbytes, []).extend(lease.pins)
         return nbytes + sum(size * self.memory.distinct_blocks(pins) for size, pins in by_size.items())
 
     def _end_lease(self, session: Session, lease_id: int) -> None:
         lease = session.pop_lease(lease_id)
-        if lease is not None:
-            self.memory.unpin(lease.pin)
-            self.memory.give_back(lease.private)
+        if lease is None:
+            return
+        if lease.loading is not None:
+            lease.loading.is_cut = True  # who waits for it hears so
+            if lease in self._loading:
+                self._loading.remove(lease)
+        for pin in lease.pins:
+            self.memory.unpin(pin)
+        self.memory.give_back(lease.private)
 
     def _end_reservation(self, session: Session, reservation_id: int) -> array[int]:
         """The slots are still reserved: the caller decides when they are free."""
@@ -414,28 +647,52 @@ class Store:
         start = match.num_blocks
         room = self._room_blocks(session, entry) if len(session.reservations) < RESERVATIONS_MAX else 0
         parent = self.memory.pin(match)  # before room is made: the chain must not lose its own parent
-        taken = None
+        slots = None
         if wanted <= room:
-            taken = self.memory.reserve(entry.spec.slot_nbytes, wanted, session.number)
-        if taken is None:
+            slots = self.memory.reserve(entry.spec.slot_nbytes, wanted)
+        if slots is None:
             available = min(room, self.memory.available(entry.spec.slot_nbytes), wanted - 1)
             self.memory.unpin(parent)
             self.stats.reservations_refused += 1
             return Grant(start * entry.spec.block_tokens, b"", 0, available)
-        slots, generation = taken
+        generation = self._stamp(slots, session.number)
         reservation = Reservation(entry, hashes, start, slots, generation, parent, short)
         session.add_reservation(reservation_id, reservation)
         self.stats.reservations += 1
         return _grant(reservation)
 
+    def _stamp(self, slots: array[int], owner: int) -> int:
+        """Say in the slab who fills these slots. Their generation, which no other reservation has."""
+        self._generation += 1
+        rows = np.frombuffer(slots, np.uint32)
+        self._rows["owner"][rows] = owner
+        self._rows["generation"][rows] = self._generation
+        return self._generation
+
+    def _carry(self, session: Session, takeover: Takeover, number: int, slots: bytes) -> None:
+        wanted = [slot for slot in array("I", slots) if slot < len(self._rows) and self.memory.is_used(slot)]
+        if not wanted:
+            return
+        size = self.memory.slot_nbytes_of(wanted[0])
+        pins, private = takeover.claim(slot for slot in wanted if self.memory.slot_nbytes_of(slot) == size)
+        if pins or private:
+            session.add_lease(number, Lease(size, None, pins, 0, slots, private))
+
+    def _quarantine_unclaimed(self) -> None:
+        assert self._takeover is not None
+        slots = self._takeover.unclaimed()
+        if slots:
+            self._quarantine.append((self.now_ms + QUARANTINE_MS, slots))
+
     def _lease_of_own(self, entry: SpecEntry, hashes: bytes, private: array[int]) -> Lease:
         pin = self.memory.pin(self.memory.match(entry.root, hashes))
-        return Lease(entry, pin, 0, self.memory.tree.path_slots(pin).tobytes(), private)
+        return Lease(entry.spec.slot_nbytes, entry, (pin,), 0, self.memory.tree.path_slots(pin).tobytes(), private)
 
-    def _sum_later(self, entry: SpecEntry, hashes: bytes, slots: tuple[int, ...]) -> None:
+    def _sum_later(self, entry: SpecEntry, hashes: bytes, slots: tuple[int, ...]) -> int:
         self._last_transfer += 1
         self._summing[self._last_transfer] = self.memory.pin(self.memory.match(entry.root, hashes))
         self._transfers.append(SumBlocks(self._last_transfer, entry, slots))
+        return self._last_transfer
 
     def _count_lookup(self, query: Query, lease: Lease | None) -> None:
         self.stats.lookups += 1
@@ -458,10 +715,41 @@ class Store:
             for reservation in session.reservations.values():
                 yield reservation.entry.spec.slot_nbytes, reservation.slots
             for lease in session.leases.values():
-                yield lease.entry.spec.slot_nbytes, lease.private
+                yield lease.slot_nbytes, lease.private
         for _, slots in self._quarantine:
-            if slots:
-                yield self.memory.slot_nbytes_of(slots[0]), slots
+            for slot in slots:  # of any class, after a takeover
+                yield self.memory.slot_nbytes_of(slot), array("I", (slot,))
+        for slot in self._takeover.reserved if self._takeover is not None else ():
+            yield self.memory.slot_nbytes_of(slot), array("I", (slot,))
+
+
+def _symbols_at(entry: SpecEntry, query: Query) -> Callable[[int], bytes]:
+    """Symbols of the query's blocks, by number."""
+    block_nbytes, block_tokens = 4 * entry.spec.block_tokens, entry.spec.block_tokens
+
+    def symbols_at(index: int) -> bytes:
+        tokens = query.tokens[index * block_nbytes : (index + 1) * block_nbytes]
+        first = index * block_tokens
+        for start, digest in query.keys:
+            if first <= start < first + len(tokens) // 4:
+                return block_symbols_of(tokens, start - first, digest)
+        return block_symbols_of(tokens, len(tokens) // 4, NO_KEYS_DIGEST)
+
+    return symbols_at
+
+
+def _in_grains(entry: SpecEntry, match: Match) -> Match:
+    """Opaque layouts share whole grains only."""
+    tokens = match.partial_tokens // entry.spec.grain_tokens * entry.spec.grain_tokens
+    return match._replace(partial=match.partial if tokens else None, partial_tokens=tokens)
+
+
+def _pins_of(session: Session) -> list[Pin]:
+    return [pin for lease in session.leases.values() for pin in lease.pins]
+
+
+def _slot_at(slots: bytes, block: int) -> int:
+    return int.from_bytes(slots[4 * block : 4 * block + 4], "little")
 
 
 def _require_unused(number: int, others: Container[int]) -> None:

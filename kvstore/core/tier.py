@@ -3,51 +3,59 @@
 from __future__ import annotations  # array[int] is not subscriptable at run time before 3.12
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.slots import SLOTS_PER_EXTENT_MAX, SlotPool
-from radix import BlockHash, Inserted, Match, Node, Pin, PrefixTree
+from radix import BlockHash, Inserted, LoadedBlocks, Match, Node, Pin, PrefixTree
 
-FREE, RESERVED, SEALED = 0, 1, 2
+# ARRIVING: in the tree, its bytes are on the way. FAILED: left the tree, or never arrived; a pin still holds it.
+FREE, RESERVED, SEALED, ARRIVING, FAILED = range(5)
 SLOT_ROW = np.dtype([("state", "<u4"), ("owner", "<u4"), ("generation", "<u8")])
+States = npt.NDArray[np.unsignedinteger[Any]]
 
 
 class Tables(NamedTuple):
-    """A tier's flat tables. On a slab they lie in shared memory, so that a new daemon finds what an old one held."""
+    """A slab's flat tables. They lie in shared memory, so that a new daemon finds what an old one held."""
 
     extents: npt.NDArray[np.uint64]  # slot_nbytes each extent serves, 0 for none
     slots: npt.NDArray[np.void]  # SLOT_ROW per slot number
 
 
 def new_tables(num_extents: int) -> Tables:
-    """Query. Tables of an empty tier, in private memory."""
+    """Query. Tables of an empty slab, in private memory."""
     return Tables(np.zeros(num_extents, np.uint64), np.zeros(num_extents * SLOTS_PER_EXTENT_MAX, SLOT_ROW))
 
 
 class Tier:
     """Blocks of one medium: a prefix tree over them, and a pool of slots.
 
-    Every slot of a class is in exactly one of three states: free (in the pool), reserved (handed out by `reserve`,
-    not yet inserted or given back), cached (in the tree). `free + cached + reserved = total`, per class.
+    Every slot of a class is in exactly one of four places: free (in the pool), reserved (handed out by `reserve`, not
+    yet inserted or given back), cached (in the tree), parked. `free + cached + reserved + parked = total`, per class.
+
+    Parked slots hold nothing any more but must not be reused yet: while the tier is `parking`, whatever becomes free
+    is parked until `unpark`, and nothing is evicted to make room on demand.
     """
 
-    def __init__(self, extent_nbytes: int, tables: Tables, symbols_of: Callable[[int], bytes], generation: int) -> None:
-        """`tables`: zeroed, written here only. `symbols_of`: block symbols from a slot's header.
+    def __init__(
+        self, extent_nbytes: int, extents: npt.NDArray[np.uint64], states: States, symbols_of: Callable[[int], bytes]
+    ) -> None:
+        """`extents`, `states` (one per slot number): zeroed or of `adopt`, written here only.
 
-        `generation`: above all that an earlier owner of the tables gave out.
+        `symbols_of`: block symbols of a slot's block.
         """
-        self.pool = SlotPool(extent_nbytes, tables.extents)
+        self.pool = SlotPool(extent_nbytes, extents)
         self.tree = PrefixTree(symbols_of)
-        self._symbols_of = symbols_of
-        self._state = tables.slots["state"]
-        self._owner = tables.slots["owner"]
-        self._slot_generation = tables.slots["generation"]
-        self._generation = generation
         self.num_evicted = 0
+        self.parking = False
+        self._symbols_of = symbols_of
+        self._state = states
+        self._parked = array("I")
+        self._num_parked: Counter[int] = Counter()  # per class, those that `take_parked` handed out included
         self._evicted_since_look: dict[int, int] = {}  # slot_nbytes -> blocks evicted since extents were compared
 
     def add_spec(self, root: BlockHash, slot_nbytes: int) -> None:
@@ -73,22 +81,22 @@ class Tier:
         """Changes state."""
         self._free(self.tree.unpin(pin))
 
-    def reserve(self, slot_nbytes: int, count: int, owner: int) -> tuple[array[int], int] | None:
-        """Changes state. `count` slots and their generation, evicting unpinned blocks if needed. None: no room."""
+    def touch(self, match: Match) -> None:
+        """Changes state. What was found was used now, though not from this tier."""
+        self.tree.touch(match)
+
+    def reserve(self, slot_nbytes: int, count: int) -> array[int] | None:
+        """Changes state. `count` slots, evicting unpinned blocks if needed. None: no room."""
         if not self._make_room(slot_nbytes, count):
             return None
         slots = self.pool.take(slot_nbytes, count)
         assert slots is not None
-        self._generation += 1
-        rows = _indices(slots)
-        self._state[rows] = RESERVED
-        self._owner[rows] = owner
-        self._slot_generation[rows] = self._generation
-        return slots, self._generation
+        self._state[_indices(slots)] = RESERVED
+        return slots
 
     def available(self, slot_nbytes: int) -> int:
         """Query. Blocks of this class that `reserve` could give now without draining other classes."""
-        return self.pool.num_free(slot_nbytes) + self.tree.num_evictable(slot_nbytes)
+        return self.pool.num_free(slot_nbytes) + (0 if self.parking else self.tree.num_evictable(slot_nbytes))
 
     def insert(
         self,
@@ -98,8 +106,9 @@ class Tier:
         slots: Sequence[int],
         *,
         short: bool,
+        state: int = SEALED,
     ) -> Inserted:
-        """Changes state. Seal reserved slots as blocks [start:] of a chain.
+        """Changes state. Reserved slots become blocks [start:] of a chain: SEALED, or ARRIVING until `settle`.
 
         `unused` ones stay reserved: give them back.
         """
@@ -107,9 +116,27 @@ class Tier:
             root, hashes, start, slots, lambda block: self._symbols_of(slots[block - start]), short
         )
         unused = set(inserted.unused)
-        self._state[_indices(array("I", (slot for slot in slots if slot not in unused)))] = SEALED
+        self._state[_indices(array("I", (slot for slot in slots if slot not in unused)))] = state
         self._free(inserted.freed)
+        self._fail_detached()
         return inserted
+
+    def settle(self, slots: array[int], state: int) -> None:
+        """Changes state. The bytes of ARRIVING blocks are there (SEALED), or will never be (FAILED).
+
+        Those that left the tree meanwhile are FAILED already.
+        """
+        rows = _indices(slots)
+        self._state[rows[self._state[rows] == ARRIVING]] = state
+
+    def num_sealed(self, slots: array[int]) -> int:
+        """Query. How many of these blocks, from the first on, have their bytes."""
+        there = self._state[_indices(slots)] == SEALED
+        return len(slots) if there.all() else int(there.argmin())
+
+    def state_of(self, slot: int) -> int:
+        """Query."""
+        return int(self._state[slot])
 
     def give_back(self, slots: Iterable[int]) -> None:
         """Changes state. Reserved slots that will not be filled, or whose block was there already."""
@@ -119,19 +146,25 @@ class Tier:
         """Changes state. Forget block number `index` of a pinned path and everything below it."""
         node, at = self.tree.locate(pin, index)
         self._free(self.tree.remove(node, at))
+        self._fail_detached()
 
     def clear(self, root: BlockHash) -> None:
         """Changes state. Forget every block of a spec; pinned ones leave when they are unpinned."""
         self._free(self.tree.clear(root))
+        self._fail_detached()
 
     def distinct_blocks(self, pins: Iterable[Pin]) -> int:
         """Query. Blocks that at least one of these pins holds."""
-        return sum(len(node.slots) for node in _held_by(pins))
+        return sum(node.num_blocks for node in _held_by(pins))
 
     def held_blocks(self, match: Match, pins: Iterable[Pin]) -> int:
         """Query. Leading blocks of a match that one of these pins holds already."""
         held = _held_by(pins)
-        return min(match.num_blocks, sum(len(node.slots) for node in match.node.path() if node in held))
+        return min(match.num_blocks, sum(node.num_blocks for node in match.node.path() if node in held))
+
+    def is_used(self, slot: int) -> bool:
+        """Query. Whether a slot number names a slot that is not free."""
+        return int(self._state[slot]) != FREE
 
     def slot_nbytes_of(self, slot: int) -> int:
         """Query. The class of a slot that is not free."""
@@ -140,10 +173,69 @@ class Tier:
         return slot_nbytes
 
     def counts(self, slot_nbytes: int) -> tuple[int, int, int]:
-        """Query. (free, cached, reserved) slots of a class, unassigned extents not included."""
+        """Query. (free, cached, reserved) slots of a class; unassigned extents not included, parked as reserved."""
         cached = self.tree.num_blocks(slot_nbytes)
         taken = self.pool.num_taken(slot_nbytes)
         return self.pool.num_slots(slot_nbytes) - taken, cached, taken - cached
+
+    def num_parked(self, slot_nbytes: int) -> int:
+        """Query. How many of the reserved slots of `counts` are parked."""
+        return self._num_parked[slot_nbytes]
+
+    def take_parked(self) -> array[int]:
+        """Changes state. Slots to be freed by `unpark`, which only the caller knows of from now on."""
+        parked, self._parked = self._parked, array("I")
+        return parked
+
+    @property
+    def has_parked(self) -> bool:
+        """Query. Whether `take_parked` has something to give."""
+        return bool(self._parked)
+
+    def unpark(self, slots: array[int]) -> None:
+        """Changes state. Parked slots may be reused."""
+        for slot in slots:
+            self._num_parked[self.slot_nbytes_of(slot)] -= 1
+        self._release(slots)
+
+    def park_again(self, slots: array[int]) -> None:
+        """Changes state. What `take_parked` gave cannot be freed yet."""
+        self._parked.extend(slots)
+
+    def make_room_later(self, slot_nbytes: int, count: int) -> bool:
+        """Changes state. Of a parking tier: see to it that `count` slots are free once what is parked is unparked.
+
+        False: that cannot be.
+        """
+        missing = count - self.pool.num_free(slot_nbytes) - self._num_parked[slot_nbytes]
+        if missing <= 0:
+            return True
+        enough = missing <= self.tree.num_evictable(slot_nbytes)
+        if self._should_look(slot_nbytes, enough) and self._drain_colder(slot_nbytes, enough):
+            return True
+        evicted = self._evict(slot_nbytes, missing)
+        return bool(evicted) or self._num_parked.total() > 0
+
+    def adopt(self, slot_nbytes: int, blocks: LoadedBlocks, reserved: array[int]) -> int:
+        """Changes state. Take over blocks, and reserved slots, that a medium holds from an earlier life.
+
+        Their extents belong to nobody yet. What has no place in a chain is given up. How many blocks have.
+        """
+        self.pool.add_class(slot_nbytes)
+        slots = array("I", np.concatenate((blocks.slots, _indices(reserved))).astype(np.uint32).tobytes())
+        self.pool.adopt(slot_nbytes, _indices(slots))
+        self._state[_indices(reserved)] = RESERVED
+        self._state[blocks.slots] = SEALED
+        lost = array("I", self.tree.load(slot_nbytes, blocks))
+        self._free(lost)
+        return len(blocks.slots) - len(lost)
+
+    def lose_extents(self, extents: Iterable[int]) -> None:
+        """Changes state. Their medium is gone. Chains run across extents, so every block is forgotten."""
+        for root in list(self.tree.roots):
+            self.clear(root)
+        for extent in extents:
+            self.pool.withdraw(extent)
 
     def check(self) -> None:
         """Query. Assert the invariants of the parts and that the slot table says the same."""
@@ -151,16 +243,40 @@ class Tier:
         self.pool.check()
         for slot_nbytes in self.pool.classes:
             assert min(self.counts(slot_nbytes)) >= 0
-        sealed = int((self._state == SEALED).sum())
-        assert sealed == sum(self.tree.num_blocks(size) for size in self.pool.classes)
+            assert 0 <= self._num_parked[slot_nbytes] <= self.counts(slot_nbytes)[2]
+        in_tree = int(np.isin(self._state, (SEALED, ARRIVING, FAILED)).sum())
+        assert in_tree == sum(self.tree.num_blocks(size) for size in self.pool.classes)
         not_free = int((self._state != FREE).sum())
         assert not_free == sum(self.pool.num_taken(size) for size in self.pool.classes)
 
+    def _fail_detached(self) -> None:
+        """What left the tree under a pin is no block any more, also for whoever goes on with these tables."""
+        detached = self.tree.detached_slots()
+        if detached:
+            self._state[_indices(detached)] = FAILED
+
     def _free(self, slots: Iterable[int]) -> None:
         slots = array("I", slots)
-        if slots:
-            self._state[_indices(slots)] = FREE
-            self.pool.give_back(slots)
+        if not slots:
+            return
+        if not self.parking:
+            self._release(slots)
+            return
+        self._state[_indices(slots)] = RESERVED
+        self._parked.extend(slots)
+        for slot in slots:
+            self._num_parked[self.slot_nbytes_of(slot)] += 1
+
+    def _release(self, slots: array[int]) -> None:
+        self._state[_indices(slots)] = FREE
+        self.pool.give_back(slots)
+
+    def _evict(self, slot_nbytes: int, count: int) -> int:
+        evicted = self.tree.evict(slot_nbytes, count)
+        self.num_evicted += len(evicted)
+        self._evicted_since_look[slot_nbytes] = self._evicted_since_look.get(slot_nbytes, 0) + len(evicted)
+        self._free(evicted)
+        return len(evicted)
 
     def _make_room(self, slot_nbytes: int, count: int) -> bool:
         """Evict until `count` slots of the class are free.
@@ -169,14 +285,13 @@ class Tier:
         """
         while (missing := count - self.pool.num_free(slot_nbytes)) > 0:
             enough = missing <= self.tree.num_evictable(slot_nbytes)
+            if self.parking:
+                return False
             if self._should_look(slot_nbytes, enough) and self._drain_colder(slot_nbytes, enough):
                 continue
             if not enough:
                 return False
-            evicted = self.tree.evict(slot_nbytes, missing)
-            self.num_evicted += len(evicted)
-            self._evicted_since_look[slot_nbytes] = self._evicted_since_look.get(slot_nbytes, 0) + len(evicted)
-            self._free(evicted)
+            self._evict(slot_nbytes, missing)
         return True
 
     def _should_look(self, slot_nbytes: int, enough: bool) -> bool:

@@ -76,9 +76,20 @@ class SlabFolder:
         for path in self.path.glob("slab-*"):
             path.unlink()
 
+    def old_slab(self) -> Path | None:
+        """Query. The newest slab that a daemon left here."""
+        return max(self.path.glob("slab-*"), default=None, key=lambda path: path.name)
+
     def new_slab(self, epoch: int) -> int:
         """Changes state. A descriptor of a new, empty slab file."""
         return os.open(self.slab_path(epoch), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+    def leave(self) -> None:
+        """Changes state. The slab stays for the next daemon; without one, nothing does."""
+        if self.old_slab() is None:
+            self.remove()
+        else:
+            self.release()
 
     def release(self) -> None:
         """Changes state. Unlock the folder and leave it as it is."""

@@ -6,7 +6,8 @@
 
 The file has its full size from the start and no pages. An extent's pages are taken from the system (posix_fallocate)
 before any of its slots is handed out, so that a shortage is an error at start and never a SIGBUS in an engine. A
-mapped slab is never truncated or set up again: each cold start makes a new inode.
+mapped slab is never truncated or set up again: each cold start makes a new inode. A daemon that takes a slab over
+changes its epoch, by which clients that map it see that they have a new daemon.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import errno
 import mmap
 import os
 import struct
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +36,7 @@ HUGE_PAGE_NBYTES = 2 << 20
 MADV_POPULATE_WRITE = 23  # Linux 5.14; Python 3.11's mmap module does not name it
 
 _SUPERBLOCK = struct.Struct("<8sI4xQQQ")
+EPOCH_OFFSET = 16
 READY_OFFSET = _SUPERBLOCK.size
 _libc = ctypes.CDLL(None, use_errno=True)  # a CDLL call releases the GIL; mmap.madvise would hold it for 45 ms
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -114,6 +117,36 @@ class Slab:
         slab._fd = None
         return slab
 
+    @classmethod
+    def take_over(cls, path: Path, geometry: Geometry) -> Slab:
+        """Query. The slab of a daemon that is gone, to go on with. TierUnavailable where that cannot be.
+
+        The new owner says so by setting `epoch`.
+        """
+        with ExitStack() as undo:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            undo.callback(os.close, fd)
+            superblock = os.pread(fd, _SUPERBLOCK.size, 0).ljust(_SUPERBLOCK.size, b"\0")
+            magic, version, _, *sizes, ready = (*_SUPERBLOCK.unpack(superblock), _ready_of(fd))
+            if (magic, version) != (MAGIC, VERSION):
+                raise TierUnavailable(f"slab {path}: version {version}, this daemon writes version {VERSION}")
+            if Geometry(*sizes) != geometry or os.fstat(fd).st_size != geometry.file_nbytes:
+                raise TierUnavailable(f"slab {path}: another memory.capacity, or cut short")
+            if ready > geometry.num_extents:
+                raise TierUnavailable(f"slab {path}: damaged superblock")
+            slab = cls(fd, geometry)
+            undo.pop_all()
+        return slab
+
+    @property
+    def epoch(self) -> int:
+        """Query. Of the daemon that owns the slab now."""
+        return int.from_bytes(self.read(EPOCH_OFFSET, 8), "little")
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.write(EPOCH_OFFSET, epoch.to_bytes(8, "little"))
+
     @cached_property
     def tables(self) -> Tables:
         """The tables as arrays on the slab."""
@@ -180,6 +213,11 @@ class Slab:
         """Changes state."""
         self._map[offset : offset + len(data)] = data
 
+    def slot(self, slot: int, slot_nbytes: int) -> memoryview:
+        """Query. A whole slot, header and payload, for a medium to read from or write to."""
+        offset = self.offset(slot, slot_nbytes)
+        return memoryview(self._map)[offset : offset + slot_nbytes]
+
     def payload(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
         """Query. A view of the first payload bytes of the slot at `offset`, for use under a lease or reservation."""
         return self._bytes[offset + HEADER_NBYTES : offset + HEADER_NBYTES + nbytes]
@@ -193,6 +231,11 @@ class Slab:
         slot_nbytes = int(self.tables.extents[slot // SLOTS_PER_EXTENT_MAX])
         return parse_header(self.read(self.offset(slot, slot_nbytes), HEADER_NBYTES))
 
+    def headers(self, extent: int, slot_nbytes: int, dtype: np.dtype[np.void]) -> npt.NDArray[np.void]:
+        """Query. A view of the leading bytes of every slot in an extent of this slot size."""
+        count = self.geometry.extent_nbytes // slot_nbytes
+        return np.ndarray(count, dtype, self._map, self._extent_offset(extent), (slot_nbytes,))
+
     def close(self) -> None:
         """Changes state. No more memory is taken; the mapping goes when the last array on it does. Idempotent."""
         if self._fd is not None:
@@ -201,6 +244,16 @@ class Slab:
 
     def _extent_offset(self, extent: int) -> int:
         return self.geometry.data_offset + extent * self.geometry.extent_nbytes
+
+
+def trim_heap() -> None:
+    """Changes state. Give back to the system what a large piece of work left free in glibc's heap."""
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(0)
+
+
+def _ready_of(fd: int) -> int:
+    return int.from_bytes(os.pread(fd, 8, READY_OFFSET), "little")
 
 
 def _round_up(nbytes: int, unit: int) -> int:

@@ -16,7 +16,7 @@ from kvstore.errors import ConfigInvalid
 from kvstore.service.embedded import EmbeddedEndpoint
 from kvstore.service.hit import Hit
 from kvstore.service.hold import Hold
-from kvstore.service.link import Link, Session
+from kvstore.service.link import Attached, Link, Session
 from kvstore.service.prompt import ExtraKeys, Prompt
 from kvstore.service.reservation import Reservation, bounded
 from kvstore.spec import KVSpec
@@ -89,10 +89,10 @@ class Cache:
         asked = self._prompt(token_ids, extra_keys)
         if asked is None:
             return 0
-        session, spec_id, prompt = asked
+        _, at, prompt = asked
 
         def make(request_id: int) -> wire.Request:
-            return wire.Find(request_id, session.id, spec_id, prompt.hashes, prompt.tokens, prompt.key_facts)
+            return wire.Find(request_id, at.session, at.spec_id, prompt.hashes, prompt.tokens, prompt.key_facts)
 
         reply = self._link.ask(wire.Found, make)
         return min(reply.num_tokens, prompt.num_tokens) if reply is not None else 0
@@ -113,7 +113,7 @@ class Cache:
         asked = self._prompt(token_ids, extra_keys)
         if asked is None:
             return Hit(None, None)
-        session, spec_id, prompt = asked
+        session, at, prompt = asked
         known = self._known_hit(request_id, prompt)
         if known is not None:
             return known
@@ -121,7 +121,7 @@ class Cache:
 
         def make(number: int) -> wire.Request:
             return wire.Acquire(
-                number, session.id, spec_id, hold.number, prompt.hashes, prompt.tokens, prompt.key_facts
+                number, at.session, at.spec_id, hold.number, prompt.hashes, prompt.tokens, prompt.key_facts
             )
 
         hit = Hit(prompt, hold)
@@ -144,11 +144,11 @@ class Cache:
         asked = self._prompt(token_ids, extra_keys)
         if asked is None:
             return Reservation(None, None, len(token_ids), b"", 0, False)
-        session, spec_id, prompt = asked
+        session, at, prompt = asked
         hold = Hold(self._client, self._link, session, self._link.new_id(), reservation=True)
         grant = None
         try:
-            grant = self._grant(session, spec_id, hold.number, prompt, start)
+            grant = self._grant(at, hold.number, prompt, start)
         finally:  # also when the caller is interrupted while it waits: nothing stays reserved
             if grant is None or not grant.slots:
                 hold.let_go()
@@ -159,15 +159,18 @@ class Cache:
         return Reservation(None, None, grant.start if grant and earlier else len(token_ids), b"", 0, False)
 
     def prefetch(self, token_ids: Any, extra_keys: ExtraKeys = ()) -> None:
-        """Query. Say that this prompt comes soon. No effect yet: there is no tier below to bring its blocks up from."""
+        """Changes state. Say that this prompt comes soon: blocks that are only in a lower tier are brought up, when
+        nobody waits for others. ValueError, TypeError: not token ids."""
+        asked = self._prompt(token_ids, extra_keys)
+        if asked is not None:
+            _, at, prompt = asked
+            self._link.notify(wire.Prefetch(at.session, at.spec_id, prompt.hashes, prompt.tokens, prompt.key_facts))
 
     def clear(self) -> None:
         """Changes state. Forget every block of this spec. Blocks under a lease go when it ends."""
-        session = self._link.session
-        attached = session.attached.get(self.spec.fingerprint)
-        if attached is not None:
-            spec_id = attached.spec_id
-            self._link.ask(wire.Done, lambda request_id: wire.Clear(request_id, session.id, spec_id))
+        at = self._link.session.attached.get(self.spec.fingerprint)
+        if at is not None:
+            self._link.ask(wire.Done, lambda request_id: wire.Clear(request_id, at.session, at.spec_id))
 
     def report(
         self,
@@ -176,15 +179,14 @@ class Cache:
         ttft_ms: float | None = None,
     ) -> None:
         """Changes state. Tell the store what the engine measured. What is no number within bounds is left out."""
-        session = self._link.session
-        attached = session.attached.get(self.spec.fingerprint)
-        if attached is not None:
+        at = self._link.session.attached.get(self.spec.fingerprint)
+        if at is not None:
             tokens = bounded(prefill_tokens, 0, wire.MS_MAX)
             times = (bounded(value, 0, wire.MS_MAX) for value in (prefill_ms, ttft_ms))
             count = None if tokens is None else int(tokens)
-            self._link.notify(wire.Report(session.id, attached.spec_id, count, *times))
+            self._link.notify(wire.Report(at.session, at.spec_id, count, *times))
 
-    def _prompt(self, token_ids: Any, extra_keys: ExtraKeys) -> tuple[Session, int, Prompt] | None:
+    def _prompt(self, token_ids: Any, extra_keys: ExtraKeys) -> tuple[Session, Attached, Prompt] | None:
         """The prompt, hashed as the daemon wants it; None without hashing when there is no daemon to ask."""
         if not self._link.usable:
             return None
@@ -192,26 +194,26 @@ class Cache:
         attached = session.attached.get(self.spec.fingerprint)
         if attached is None:
             return None
-        return session, attached.spec_id, Prompt(self.spec, attached.hash_kind, token_ids, extra_keys)
+        return session, attached, Prompt(self.spec, attached.hash_kind, token_ids, extra_keys)
 
-    def _grant(self, session: Session, spec_id: int, number: int, prompt: Prompt, start: int) -> wire.Reserved | None:
+    def _grant(self, at: Attached, number: int, prompt: Prompt, start: int) -> wire.Reserved | None:
         """Slots for all that is missing; if that is too much, for as much as fits. Both within one deadline."""
         due_ms = self._link.due_ms()
-        grant = self._ask_grant(session, spec_id, number, prompt, start, prompt.num_blocks, due_ms)
+        grant = self._ask_grant(at, number, prompt, start, prompt.num_blocks, due_ms)
         if grant is None or grant.slots or not grant.available or grant.start < start:
             return grant
         # Somebody else may be faster than this second question; then there is no room.
         fits = grant.start // self.spec.block_tokens + grant.available
-        return self._ask_grant(session, spec_id, number, prompt, start, fits, due_ms)
+        return self._ask_grant(at, number, prompt, start, fits, due_ms)
 
     def _ask_grant(
-        self, session: Session, spec_id: int, number: int, prompt: Prompt, start: int, num_blocks: int, due_ms: float
+        self, at: Attached, number: int, prompt: Prompt, start: int, num_blocks: int, due_ms: float
     ) -> wire.Reserved | None:
         hashes = prompt.hashes[: HASH_NBYTES * num_blocks]
         tail = prompt.tail if num_blocks == prompt.num_blocks else b""
 
         def make(request_id: int) -> wire.Request:
-            return wire.Reserve(request_id, session.id, spec_id, number, hashes, start, tail)
+            return wire.Reserve(request_id, at.session, at.spec_id, number, hashes, start, tail)
 
         return self._link.ask(wire.Reserved, make, due_ms - self._link.now_ms(), lambda: prompt.identities)
 

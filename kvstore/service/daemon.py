@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import select
@@ -17,8 +18,9 @@ from kvstore.config import CAPACITY_NBYTES_MIN, Config
 from kvstore.core.leases import Session
 from kvstore.core.store import SESSIONS_MAX
 from kvstore.errors import ConfigInvalid, TierUnavailable
+from kvstore.media.disk import Disk
 from kvstore.media.folder import SlabFolder, default_folder, require_memory
-from kvstore.media.memory import Slab
+from kvstore.media.memory import Geometry, Slab
 from kvstore.service.liveness import SessionsFile, Watched
 from kvstore.service.service import Service, geometry_for
 from transports.errors import AddressInUse, AddressInvalid, RemoteProtocolError
@@ -28,6 +30,7 @@ from transports.zeromq import ZmqListener
 
 log = logging.getLogger("kvstore")
 SWEEP_MS = 1000.0
+STRANGERS_MS = 50.0  # while next to nothing may be reused because of them
 CONFIRM_MS = 5000.0  # a new session must hold its byte by then
 MESSAGES_PER_TURN_MAX = 256  # then completions and deaths have their turn
 
@@ -42,7 +45,7 @@ class Daemon:
         self._watched: dict[int, Watched] = {}
         self._pidfds: set[int] = set()
         self._born_ms: dict[int, float] = {}
-        self._next_sweep_ms = self._clock.now_ms() + SWEEP_MS
+        self._next_sweep_ms = self._clock.now_ms()
         with ExitStack() as held:  # closed in reverse order, here if anything below fails, else by close()
             self._listener: Listener = _listen(config.address)
             held.callback(self._listener.close)
@@ -57,24 +60,32 @@ class Daemon:
     def _open_slab(self, config: Config, held: ExitStack) -> None:
         path = config.memory.path
         folder = SlabFolder(Path(path).absolute() if path else default_folder(config.address))
-        held.callback(folder.remove)
+        held.callback(folder.leave if config.memory.keep else folder.remove)
         try:
-            self._make_slab(config, folder, held)
+            self._make_service(config, folder, held)
         except OSError as exc:
             raise TierUnavailable(f"memory.path={folder.path}: {exc.strerror or exc}") from exc
 
-    def _make_slab(self, config: Config, folder: SlabFolder, held: ExitStack) -> None:
-        memory = config.memory
-        folder.remove_old_slabs()
-        require_memory(geometry_for(memory.capacity).file_nbytes, folder.path)
+    def _make_service(self, config: Config, folder: SlabFolder, held: ExitStack) -> None:
         self._sessions_file = SessionsFile(folder.sessions_path, SESSIONS_MAX)
         held.callback(self._sessions_file.close)
         epoch = time.time_ns()
-        self.slab_path = folder.slab_path(epoch)
-        slab = Slab.create(folder.new_slab(epoch), geometry_for(memory.capacity), epoch)
-        paths = self.slab_path, folder.sessions_path
-        self.service = Service(config, slab, epoch, *paths, self._clock, self._watch, self._sessions_file.is_held)
+        disk = open_disk(config, held)
+        slab, self.slab_path = _take_slab(folder, geometry_for(config.memory.capacity), epoch)
+        self.service = Service(
+            config,
+            slab,
+            epoch,
+            self.slab_path,
+            folder.sessions_path,
+            self._clock,
+            disk,
+            self._watch,
+            self._sessions_file.is_held,
+            [number for number in range(SESSIONS_MAX) if self._sessions_file.is_held(number)],
+        )
         held.callback(self.service.close)
+        slab.epoch = epoch  # last: from now on clients of the earlier daemon see that there is a new one
 
     def run(self) -> None:
         """Changes state. Serve until `stop`."""
@@ -82,16 +93,20 @@ class Daemon:
             ready = {fd for fd, _ in self._poll.poll(self._wait_ms())}
             if self._stop_fd in ready:
                 return
-            self._serve_messages()
-            if self.service.movers.fd in ready:
-                self.service.run_completions()
-            if not ready.isdisjoint(self._pidfds):
-                self._bury(ready)
-            now_ms = self._clock.now_ms()
-            self.service.store.on_time(now_ms)
-            if now_ms >= self._next_sweep_ms:
-                self._next_sweep_ms = now_ms + SWEEP_MS
-                self._sweep(now_ms)
+            began_ms = self._clock.now_ms()
+            self._turn(ready, began_ms)
+            self.service.note_turn(self._clock.now_ms() - began_ms)
+
+    def _turn(self, ready: set[int], now_ms: float) -> None:
+        self._serve_messages()
+        due_ms = self.service.next_deadline_ms()
+        if self.service.movers.fd in ready or (due_ms is not None and now_ms >= due_ms):
+            self.service.run_completions()
+        if not ready.isdisjoint(self._pidfds):
+            self._bury(ready)
+        if now_ms >= self._next_sweep_ms:
+            self._sweep(now_ms)
+            self._next_sweep_ms = now_ms + (STRANGERS_MS if self.service.store.strangers else SWEEP_MS)
 
     def stop(self) -> None:
         """Changes state. Safe in a signal handler and from other threads."""
@@ -105,7 +120,7 @@ class Daemon:
 
     def _wait_ms(self) -> float:
         due_ms = self._next_sweep_ms
-        deadline_ms = self.service.store.next_deadline_ms()
+        deadline_ms = self.service.next_deadline_ms()
         if deadline_ms is not None:
             due_ms = min(due_ms, deadline_ms)
         return max(0.0, due_ms - self._clock.now_ms())
@@ -168,6 +183,11 @@ class Daemon:
                 self._forget(session_id)
             elif self._is_gone(session, watched, now_ms):
                 self._end(session_id, quarantine=True)
+        for number in self.service.store.strangers:
+            if not self._sessions_file.is_held(number):
+                self.service.store.account_for(number)
+        gc.collect(1)
+        gc.freeze()  # nodes hold no garbage in cycles: a full collection of a million of them would stop the loop
 
     def _is_gone(self, session: Session, watched: Watched, now_ms: float) -> bool:
         if now_ms - self._born_ms[session.id] <= CONFIRM_MS or self._sessions_file.is_held(session.number):
@@ -187,6 +207,29 @@ class Daemon:
             self._poll.unregister(watched.pidfd)
             self._pidfds.discard(watched.pidfd)
         watched.close()
+
+
+def _take_slab(folder: SlabFolder, geometry: Geometry, epoch: int) -> tuple[Slab, Path]:
+    """The slab that an earlier daemon left, if it can be gone on with; else a new one."""
+    path = folder.old_slab()
+    if path is not None:
+        try:
+            return Slab.take_over(path, geometry), path
+        except TierUnavailable as exc:
+            log.warning("%s: starting with an empty one", exc)
+    folder.remove_old_slabs()
+    require_memory(geometry.file_nbytes, folder.path)
+    path = folder.slab_path(epoch)
+    return Slab.create(folder.new_slab(epoch), geometry, epoch), path
+
+
+def open_disk(config: Config, held: ExitStack) -> Disk | None:
+    """Changes state. The SSD tier's medium, if there is to be one. TierUnavailable: one line for the operator."""
+    if not config.disk.path:
+        return None
+    disk = Disk.open([Path(path) for path in config.disk.path], config.disk.capacity)
+    held.callback(disk.close)
+    return disk
 
 
 def require_capacity(config: Config) -> None:

@@ -3,43 +3,87 @@
 from __future__ import annotations
 
 import os
+import select
+import threading
 import time
-from collections import deque
+from contextlib import ExitStack
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
-from kvstore.clock import MonotonicClock
+from kvstore.clock import Clock, MonotonicClock
 from kvstore.config import Config
 from kvstore.media.folder import require_memory
 from kvstore.media.memory import Slab
-from kvstore.service.daemon import require_capacity
+from kvstore.service.daemon import open_disk, require_capacity
 from kvstore.service.service import Service, geometry_for
 from transports.messages import Reply, decode, encode
 
+TURN_MS = 1000.0
+
+
+def embedded_service(config: Config, clock: Clock, held: ExitStack) -> Service:
+    """Changes state. A service on anonymous memory, to be driven by the caller; `held` gives it back."""
+    require_capacity(config)
+    require_memory(geometry_for(config.memory.capacity).file_nbytes, None)
+    epoch = time.time_ns()
+    disk = open_disk(config, held)
+    fd = os.memfd_create("kvstore-slab", os.MFD_CLOEXEC)
+    slab = Slab.create(fd, geometry_for(config.memory.capacity), epoch)
+    service = Service(config, slab, epoch, Path(f"/proc/self/fd/{fd}"), None, clock, disk)
+    held.callback(service.close)
+    return service
+
 
 class EmbeddedEndpoint:
-    """Answers each frame before `send` returns. Its slab is anonymous memory, gone with the process."""
+    """Answers most frames before `send` returns. Its slab is anonymous memory, gone with the process.
+
+    A thread of its own takes the place of a daemon's loop for what the movers finish and what time brings.
+    """
 
     def __init__(self, config: Config) -> None:
         """Changes state. ConfigInvalid without memory.capacity, TierUnavailable when it does not fit."""
-        require_capacity(config)
-        require_memory(geometry_for(config.memory.capacity).file_nbytes, None)
-        clock = MonotonicClock()
-        epoch = time.time_ns()
-        fd = os.memfd_create("kvstore-slab", os.MFD_CLOEXEC)
-        slab = Slab.create(fd, geometry_for(config.memory.capacity), epoch)
-        self._service = Service(config, slab, epoch, Path(f"/proc/self/fd/{fd}"), None, clock)
-        self._replies: deque[bytes] = deque()
+        self._clock = MonotonicClock()
+        self._replies: SimpleQueue[bytes] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_closing = False
+        with ExitStack() as held:
+            self._service = embedded_service(config, self._clock, held)
+            self._held = held.pop_all()
+        self._thread = threading.Thread(target=self._run, name="kvstore-embedded", daemon=True)
+        self._thread.start()
 
     def send(self, frame: bytes) -> None:
-        self._service.run_completions()
-        self._service.dispatch(decode(frame), self._keep)
-        self._service.run_completions()
+        with self._lock:
+            if not self._is_closing:
+                self._service.run_completions()
+                self._service.dispatch(decode(frame), self._keep)
 
     def receive(self, timeout_ms: float) -> bytes | None:
-        return self._replies.popleft() if self._replies else None
+        try:
+            return self._replies.get(timeout=timeout_ms / 1000) if timeout_ms > 0 else self._replies.get_nowait()
+        except Empty:
+            return None
 
     def close(self) -> None:
-        self._service.close()
+        with self._lock:
+            self._is_closing = True
+        os.eventfd_write(self._service.movers.fd, 1)
+        self._thread.join()
+        self._held.close()
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._service.movers.fd, select.POLLIN)
+        while not self._is_closing:
+            poll.poll(self._wait_ms())
+            with self._lock:
+                if not self._is_closing:
+                    self._service.run_completions()
+
+    def _wait_ms(self) -> float:
+        with self._lock:
+            due_ms = self._service.next_deadline_ms()
+        return TURN_MS if due_ms is None else min(TURN_MS, max(0.0, due_ms - self._clock.now_ms()))
 
     def _keep(self, reply: Reply) -> None:
-        self._replies.append(encode(reply))
+        self._replies.put(encode(reply))

@@ -15,6 +15,8 @@ from kvstore.service.prompt import Prompt
 from radix import block_symbols_of, common_tokens
 from transports import messages as wire
 
+SLICE_MS = 2.0  # so long one waiting thread has the connection for itself
+
 
 class Block:
     """A verified block. `array`: read-only, on the slab, `[L, 2, H, T, D]` (KVSpec.array_shape) with T = num_tokens."""
@@ -59,6 +61,9 @@ class Hit:
         self._hold = hold
         self._pending: Pending | None = None
         self._planned = 0
+        self._ready = 0  # blocks whose bytes are in memory
+        self._no_more = False  # the rest of them will not come
+        self._progress: Pending | None = None  # a question how far they are
         self._verified: list[Block] = []
         self._is_final = prompt is None
         self._busy = threading.Lock()  # of the thread that settles or verifies
@@ -95,24 +100,43 @@ class Hit:
         return self._verified[-1].start + self._verified[-1].num_tokens if self._verified else 0
 
     def ready(self) -> bool:
-        """Query. Whether `wait` would return at once."""
-        return self._settle(0.0)
+        """Changes state. Whether `wait` would return at once; never waits."""
+        if not self._settle(0.0):
+            return False
+        if not self._is_all_there:
+            self._learn(len(self.offsets), self._now_ms(), may_wait=False)
+        return self._is_all_there
 
     def wait(self, deadline_ms: float | None = None) -> int:
-        """Changes state. Verify the leased blocks; the tokens of those that are what they should be. Final."""
+        """Changes state. Wait for blocks that come from a lower tier, and verify; the tokens that are good. Final.
+
+        `deadline_ms`: the client's by default. What has come by then counts. A daemon that falls silent is not waited
+        for longer than the client's deadline, whatever is given here.
+        """
         if self._hold is None:
             return 0
-        if self._settle(self._hold.link.deadline_ms if deadline_ms is None else deadline_ms):
-            with self._busy:
-                self._verify()
+        due_ms = self._due_ms(deadline_ms)
+        if self._settle(due_ms - self._now_ms()):
+            while self._advance(len(self.offsets), due_ms):
+                pass
+            self._is_final = True
         else:
             self._give_up()
         return self.verified_tokens
 
-    def blocks(self) -> Iterator[Block]:
-        """Changes state. The blocks in order, each as soon as it is verified."""
-        self.wait()
-        yield from self._verified
+    def blocks(self, deadline_ms: float | None = None) -> Iterator[Block]:
+        """Changes state. The blocks in order, each as soon as it is verified. `deadline_ms`: for all, as in `wait`."""
+        if self._hold is None:
+            return
+        due_ms = self._due_ms(deadline_ms)
+        if not self._settle(due_ms - self._now_ms()):
+            self._give_up()
+        at = 0
+        while at < len(self._verified) or self._advance(at + 1, due_ms):
+            if at < len(self._verified):
+                yield self._verified[at]
+                at += 1
+        self._is_final = True
 
     def release(self) -> None:
         """Changes state. End the lease, as soon as no array of it is alive. Idempotent."""
@@ -135,7 +159,7 @@ class Hit:
         if self._is_final:  # given up or released meanwhile
             self._pending = None
         elif reply is not None and self._plausible(reply):
-            self._planned = reply.num_tokens
+            self._planned, self._ready = reply.num_tokens, min(reply.ready, len(self.offsets))
             self._pending = None  # last: who sees a settled hit sees all of it
         else:
             self._give_up()
@@ -154,7 +178,7 @@ class Hit:
             return False
         offsets = slab.offsets(reply.slots, spec.slot_nbytes)
         self.offsets = offsets.tolist()
-        return slab.contains(offsets, spec.slot_nbytes)
+        return slab.contains(offsets, spec.slot_nbytes) and self.hold.receive(reply.slots)
 
     def _settle(self, wait_ms: float) -> bool:
         if self._pending is None:
@@ -183,40 +207,106 @@ class Hit:
 
     def _let_go(self) -> None:
         pending, self._pending = self._pending, None
+        progress, self._progress = self._progress, None
         if self._hold is not None:
-            if pending is not None:
-                self._hold.link.disregard(pending)
+            for unanswered in (pending, progress):
+                if unanswered is not None:
+                    self._hold.link.disregard(unanswered)
             self._hold.let_go()
 
-    def _verify(self) -> None:
-        """Check every leased block against the prompt. The first one that is wrong ends the hit and is reported."""
-        if self._is_final:
-            return
-        self._is_final = True
-        block_tokens = self.prompt.spec.block_tokens
-        for number in range(self._verify_whole_blocks(), len(self.offsets)):
+    def _now_ms(self) -> float:
+        return self.hold.link.now_ms()
+
+    def _due_ms(self, deadline_ms: float | None) -> float:
+        link = self.hold.link
+        return link.now_ms() + bounded_wait_ms(link.deadline_ms if deadline_ms is None else deadline_ms)
+
+    @property
+    def _is_all_there(self) -> bool:
+        return self._no_more or self._ready == len(self.offsets)
+
+    def _advance(self, blocks: int, due_ms: float) -> bool:
+        """Verify what is there; else wait until more is. False once no more can come of it."""
+        with self._busy:
+            if self._is_final:
+                return False
+            if len(self._verified) < self._ready and self._verify():
+                return True
+            if self._is_all_there or self._now_ms() >= due_ms:
+                return False
+        return self._learn(blocks, due_ms, may_wait=True) or self._now_ms() < due_ms
+
+    def _learn(self, blocks: int, due_ms: float, *, may_wait: bool) -> bool:
+        """Ask the daemon how far the blocks have come; whether it has answered."""
+        link = self.hold.link
+        if not self._busy.acquire(timeout=bounded_wait_ms(due_ms - link.now_ms()) / 1000):
+            return False
+        try:
+            pending = self._progress or self._ask_progress(blocks, due_ms if may_wait else None)
+            while pending is not None:
+                settled, reply = link.poll(wire.Loaded, pending, min(SLICE_MS, max(0.0, due_ms - link.now_ms())))
+                if settled:
+                    self._take_progress(reply)
+                    return True
+                self._progress = pending
+                if link.now_ms() >= due_ms:
+                    return False
+            self._no_more = True  # it cannot be asked
+            return True
+        finally:
+            self._busy.release()
+
+    def _ask_progress(self, blocks: int, due_ms: float | None) -> Pending | None:
+        """Each answer comes soon, also if nothing has: only so is a dead daemon told from a slow disk."""
+        hold, link = self.hold, self.hold.link
+        if not hold.can_be_told:
+            return None
+        slice_ms = link.deadline_ms / 2
+        wait_ms = slice_ms if due_ms is None else min(slice_ms, max(0.0, due_ms - link.now_ms()))
+        session = hold.session.id
+        return link.ask_later(
+            lambda number: wire.Wait(number, session, hold.number, blocks, wait_ms), wait_ms + link.deadline_ms
+        )
+
+    def _take_progress(self, reply: wire.Loaded | None) -> None:
+        self._progress = None
+        if reply is None:
+            self._no_more = True
+        else:
+            self._ready = max(self._ready, min(reply.ready, len(self.offsets)))
+            self._no_more = reply.final and self._ready < len(self.offsets)
+
+    def _verify(self) -> bool:
+        """Check blocks that have come against the prompt; False if none of them is right.
+
+        The first one that is wrong ends the hit and is reported.
+        """
+        block_tokens, first = self.prompt.spec.block_tokens, len(self._verified)
+        self._verify_whole_blocks()
+        for number in range(len(self._verified), self._ready):
             num_tokens = min(self._planned - number * block_tokens, block_tokens)
             stored_tokens = self._stored_tokens(number, num_tokens)
             if stored_tokens is None:
+                self._no_more, self._ready = True, len(self._verified)
                 if self.hold.can_be_told:
                     self.hold.link.notify(wire.Discard(self.hold.session.id, self.hold.number, number, "header"))
-                return
+                break
             self._verified.append(Block(self, number, num_tokens, stored_tokens))
+        return len(self._verified) > first
 
-    def _verify_whole_blocks(self) -> int:
-        """All leading whole blocks in one comparison; how many of them are right."""
-        block_tokens = self.prompt.spec.block_tokens
-        count = self._planned // block_tokens
+    def _verify_whole_blocks(self) -> None:
+        """All whole blocks that have come, in one comparison, up to the first that is not right."""
+        block_tokens, first = self.prompt.spec.block_tokens, len(self._verified)
+        end = min(self._planned // block_tokens, self._ready)
         expected = self.prompt.whole_identities
-        if expected is None or not count:
-            return 0
-        expected = expected[:count]
+        if expected is None or first >= end:
+            return
+        expected = expected[first:end]
         nbytes = expected.dtype.itemsize
-        found = self.hold.session.slab.read_rows(np.array(self.offsets[:count]), nbytes)
-        same = (found == expected.view(np.uint8).reshape(count, nbytes)).all(axis=1)
-        right = count if same.all() else int(same.argmin())
-        self._verified = [Block(self, number, block_tokens, block_tokens) for number in range(right)]
-        return right
+        found = self.hold.session.slab.read_rows(np.array(self.offsets[first:end]), nbytes)
+        same = (found == expected.view(np.uint8).reshape(end - first, nbytes)).all(axis=1)
+        right = end - first if same.all() else int(same.argmin())
+        self._verified += [Block(self, number, block_tokens, block_tokens) for number in range(first, first + right)]
 
     def _stored_tokens(self, number: int, num_tokens: int) -> int | None:
         """Tokens of the slot's block; None if its header neither names this prompt's block nor begins like it."""

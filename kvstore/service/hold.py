@@ -16,7 +16,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.service.link import LEASE, RESERVATION, Link, Session
+from kvstore.service.link import LEASE, RESERVATION, Holding, Link, Session
 
 log = logging.getLogger("kvstore")
 Buffer = ctypes.Array[ctypes.c_char]
@@ -36,7 +36,8 @@ class Hold:
         self._lent: dict[int, _Lent] = {}  # by the buffer's id; a weak reference to a buffer has no hash
         self._lends = True
         self._let_go = False
-        session.in_use.add(number)
+        self._welcome = session.welcome
+        self._holding = session.in_use[number] = Holding()
 
     @property
     def is_over(self) -> bool:
@@ -46,7 +47,7 @@ class Hold:
     @property
     def can_be_told(self) -> bool:
         """Query. Whether the daemon that gave it is still the one we talk to."""
-        return self.link.usable and self.session is self.link.session
+        return self.link.usable and self.session is self.link.session and self._welcome is self.session.welcome
 
     @property
     def has_views(self) -> bool:
@@ -75,6 +76,13 @@ class Hold:
         array.flags.writeable = writeable
         return array
 
+    def receive(self, slots: bytes) -> bool:
+        """Changes state. The daemon's answer. False if another daemon has taken over since, which never heard of it."""
+        with self.session.guard:
+            if not self._holding.is_lost:
+                self._holding.slots = slots
+            return not self._holding.is_lost
+
     def stop_lending(self) -> None:
         """Changes state. What is lent stays valid; nothing is lent any more."""
         self._lends = False
@@ -96,7 +104,7 @@ class Hold:
         """Changes state. The daemon has ended it already (a commit without living arrays)."""
         self._lends = False
         self._let_go = True
-        self.session.in_use.discard(self.number)
+        self.session.in_use.pop(self.number, None)
 
     def returned(self, number: int) -> None:
         """Changes state. No array lives on this buffer any more."""
@@ -106,7 +114,8 @@ class Hold:
 
     def _end(self) -> None:
         self.session.lingering.discard(self)
-        self.session.end(self.number, *self._ends)
+        carried = self._welcome is not self.session.welcome  # whatever it was, a restarted daemon keeps it as a lease
+        self.session.end(self.number, *((RESERVATION, LEASE) if carried else self._ends))
 
 
 class _Lent(weakref.ref[Buffer]):

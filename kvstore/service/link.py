@@ -15,9 +15,10 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, TypeVar
@@ -41,28 +42,42 @@ NOTICE_MS = 5.0  # a notice waits so long for the lock, then it is lost
 DEADLINE_MS_MAX = 1e7
 HELLO_MS = 1000.0
 LEASES_PER_NOTICE = 1024
+CARRY_NBYTES = 1 << 20
 LEASE, RESERVATION = "lease", "reservation"
 
 
-class Attached(NamedTuple):
-    """A spec as the daemon knows it."""
+@dataclass(slots=True)
+class Holding:
+    """What a lease or reservation that has not ended stands for. `slots`: u32le; none before the daemon's answer.
 
+    `is_lost`: the answer came from a daemon whose successor was not told of it, so nothing protects those slots.
+    """
+
+    slots: bytes = b""
+    is_lost: bool = False
+
+
+class Attached(NamedTuple):
+    """A spec as a daemon knows it, in one of our sessions with it: the two go together, also across a restart."""
+
+    session: int
     spec_id: int
     hash_kind: HashKind
 
 
 @dataclass(slots=True)
 class Session:
-    """What a hello gave us: our part in one life of a daemon. After a restart there is a new one of these."""
+    """What a hello gave us: our part in the life of a slab. A daemon that goes on with the slab goes on with this."""
 
     welcome: wire.Welcome
     slab: Slab
     lock_fd: int | None  # of the sessions file; None in an embedded store
     attached: dict[bytes, Attached] = field(default_factory=dict)  # by the spec's fingerprint
-    in_use: set[int] = field(default_factory=set)  # leases and reservations that have not ended
+    in_use: dict[int, Holding] = field(default_factory=dict)  # leases and reservations that have not ended
     lingering: set[object] = field(default_factory=set)  # holds that wait for their arrays: nothing else keeps them
     ended_leases: deque[int] = field(default_factory=deque)  # ended here, not yet said: bounded by in_use's history
     ended_reservations: deque[int] = field(default_factory=deque)
+    guard: threading.Lock = field(default_factory=threading.Lock)  # of the slots of what is in use
     num_populated: int = 0  # extents mapped into this process
 
     @property
@@ -76,7 +91,7 @@ class Session:
 
     def end(self, number: int, *kinds: str) -> None:
         """Changes state. Note the end of a LEASE, a RESERVATION, or whichever it is. Safe in a finaliser."""
-        self.in_use.discard(number)
+        self.in_use.pop(number, None)
         if RESERVATION in kinds:
             self.ended_reservations.append(number)
         if LEASE in kinds:
@@ -94,11 +109,42 @@ class Session:
             for _ in leases:
                 self.ended_leases.popleft()
 
+    def holds(self) -> list[tuple[int, bytes]]:
+        """Changes state. (number, slots) of all that is in use; what has no slots by now will never get any."""
+        with self.guard:
+            holdings = list(self.in_use.items())
+            for _, holding in holdings:
+                holding.is_lost = not holding.slots
+            return [(number, holding.slots) for number, holding in holdings if holding.slots]
+
     def populate(self) -> None:
         """Changes state. Map the extents that are ready, so that copies need not fault them in page by page."""
         for extent in range(self.num_populated, self.slab.extents_ready):
             self.slab.populate_extent(extent)
             self.num_populated = extent + 1
+
+
+def _batches(holds: list[tuple[int, bytes]]) -> Iterator[list[tuple[int, bytes]]]:
+    """What is held, in pieces that fit a message."""
+    batch: list[tuple[int, bytes]] = []
+    nbytes = 0
+    for hold in holds:
+        if batch and (len(batch) == LEASES_PER_NOTICE or nbytes + len(hold[1]) > CARRY_NBYTES):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(hold)
+        nbytes += len(hold[1])
+    if batch:
+        yield batch
+
+
+def _goes_on_with(welcome: wire.Welcome, before: wire.Welcome) -> bool:
+    """Whether another daemon welcomes us that has taken over the slab we have mapped."""
+    return welcome.epoch != before.epoch and welcome.slab_path == before.slab_path
+
+
+def _carry(session_id: int, holds: list[tuple[int, bytes]], request_id: int) -> wire.Request:
+    return wire.Carry(request_id, session_id, holds)
 
 
 def bounded_wait_ms(wait_ms: float) -> float:
@@ -243,7 +289,7 @@ class Link:
         if not self._lock_until(due_ms):
             raise DaemonUnavailable("the daemon does not answer")
         try:
-            self._attach(self.session, spec, due_ms)
+            self.session.attached[spec.fingerprint] = self._attach(self.session.id, spec, due_ms)
             self._specs[spec.fingerprint] = spec
         finally:
             self._lock.release()
@@ -370,6 +416,9 @@ class Link:
             raise DaemonUnavailable("the daemon does not answer")
         if known and (reply.session, reply.epoch) == (session_id, epoch):
             return known
+        if known and _goes_on_with(reply, known.welcome):
+            self._carry_over(known, reply, due_ms)
+            return known
         return self._new_session(reply, due_ms)
 
     def _send_hello(self, hello: wire.Hello, due_ms: float) -> None:
@@ -393,35 +442,61 @@ class Link:
             raise
         session = Session(welcome, slab, lock_fd)
         try:
-            for spec in self._specs.values():
-                self._attach_again(session, spec, due_ms)
+            session.attached = self._attach_all(welcome.session, due_ms)
         except KVStoreError:
             session.let_go()
             self._send(wire.Goodbye(welcome.session))
             raise
         return session
 
-    def _attach_again(self, session: Session, spec: KVSpec, due_ms: float) -> None:
-        """A spec that this daemon does not take is a miss from now on; the others go on."""
-        try:
-            self._attach(session, spec, due_ms)
-        except SpecMismatch as exc:
-            log.warning("model %s goes without cache: %s", spec.model, exc)
+    def _carry_over(self, session: Session, welcome: wire.Welcome, due_ms: float) -> None:
+        """Go on under a daemon that goes on with our slab: it must know what we hold before it may reuse anything.
 
-    def _attach(self, session: Session, spec: KVSpec, due_ms: float) -> None:
+        So the old session's byte goes last. On any failure the old session is as before, and is tried again later.
+        """
+        old, fd = session.id, hold_session(Path(welcome.sessions_path), welcome.session & 0xFFFF)
+        try:
+            for holds in _batches(session.holds()):
+                self._demand(wire.Done, partial(_carry, welcome.session, holds), due_ms)
+            attached = self._attach_all(welcome.session, due_ms)
+        except KVStoreError:
+            let_session_go(fd, welcome.session & 0xFFFF)
+            self._send(wire.Goodbye(welcome.session))
+            raise
+        session.welcome, session.attached = welcome, attached
+        let_session_go(fd, old & 0xFFFF)
+
+    def _attach_all(self, session_id: int, due_ms: float) -> dict[bytes, Attached]:
+        """All our specs. One that this daemon does not take is a miss from now on; the others go on."""
+        attached = {}
+        for spec in self._specs.values():
+            try:
+                attached[spec.fingerprint] = self._attach(session_id, spec, due_ms)
+            except SpecMismatch as exc:
+                log.warning("model %s goes without cache: %s", spec.model, exc)
+        return attached
+
+    def _attach(self, session_id: int, spec: KVSpec, due_ms: float) -> Attached:
+        reply = self._demand(
+            wire.Attached, lambda request_id: wire.Attach(request_id, session_id, encode_spec(spec)), due_ms
+        )
+        try:
+            return Attached(session_id, reply.spec_id, HashKind(reply.hash_kind))
+        except ValueError:
+            raise SpecMismatch(f"the daemon names blocks by {reply.hash_kind!r}, which this client cannot") from None
+
+    def _demand(self, kind: type[R], make: Callable[[int], wire.Request], due_ms: float) -> R:
+        """The reply to a request without which there is no session. KVStoreError if it does not come."""
         request_id = self._exchange.begin()
-        if not self._send(wire.Attach(request_id, session.id, encode_spec(spec))):
+        if not self._send(make(request_id)):
             raise DaemonUnavailable("the daemon is gone")
         reply = self._receive_until(request_id, due_ms)
         if isinstance(reply, wire.Failed):
             raise from_code(reply.code, reply.text)
-        if not isinstance(reply, wire.Attached):
+        if not isinstance(reply, kind):
             self._exchange.forget(request_id)
             raise DaemonUnavailable("the daemon does not answer")
-        try:
-            session.attached[spec.fingerprint] = Attached(reply.spec_id, HashKind(reply.hash_kind))
-        except ValueError:
-            raise SpecMismatch(f"the daemon names blocks by {reply.hash_kind!r}, which this client cannot") from None
+        return reply
 
     def _part(self) -> None:
         """Close for good, unless arrays of ours are still in use: the session must outlive them."""
@@ -444,6 +519,7 @@ class Link:
             if not self._breaker.is_open and not self._closed:
                 self.session.populate()
             with self._lock:
+                self._notice_restart()
                 self._tend()
 
     def _pause_ms(self) -> float:
@@ -452,8 +528,14 @@ class Link:
             return KEEPER_PAUSE_MS
         return max(1.0, probe_ms - self._clock.now_ms())
 
+    def _notice_restart(self) -> None:
+        """A client that asks for nothing must still say what it holds, or the new daemon may reuse next to nothing."""
+        session = self.session
+        if session.slab.epoch != session.welcome.epoch and not self._breaker.is_open and not self._gone:
+            self._trip("another daemon has taken over its slab")
+
     def _tend(self) -> None:
-        if self._closed:
+        if self._closed and not (self._breaker.is_open and self.session.in_use):
             self._part()
         elif not self._breaker.is_open:
             self._flush()
@@ -461,6 +543,7 @@ class Link:
             self._probe()
 
     def _probe(self) -> None:
+        before = self.session.welcome
         try:
             session = self._hello(self.session, self._due_ms(max(self.deadline_ms, HELLO_MS)))
         except KVStoreError as exc:
@@ -468,9 +551,10 @@ class Link:
             self._breaker.probe_failed(self._clock.now_ms())
             return
         log.info("daemon answers again epoch=%d session=%d", session.welcome.epoch, session.id)
-        if session is not self.session:
+        if session.welcome is not before:
             self.num_reconnects += 1
             self._exchange.forget_all()  # those replies died with the daemon that was asked
+        if session is not self.session:
             self.session.let_go()
             self.session = session
         self._breaker.heal()

@@ -176,8 +176,8 @@ class Reservation:
         prompt, hold, slab = self.prompt, self.hold, self.hold.session.slab
         spec, block_tokens = prompt.spec, prompt.spec.block_tokens
         offsets = slab.offsets(slots, spec.slot_nbytes)
-        if not slab.contains(offsets, spec.slot_nbytes):  # the answer is an index into shared memory
-            return
+        if not slab.contains(offsets, spec.slot_nbytes) or not hold.receive(slots):
+            return  # the answer is an index into shared memory
         for start, offset in zip(range(self.start, prompt.num_tokens, block_tokens), offsets.tolist(), strict=False):
             num_tokens = min(block_tokens, prompt.num_tokens - start)
             self._blocks.append(WritableBlock(spec, hold, self.sums, offset, start, num_tokens))

@@ -2,40 +2,83 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import logging
 import os
-from collections.abc import Callable
+import select
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import xxhash
 
 from kvstore.clock import Clock
 from kvstore.config import Config
 from kvstore.core.layout import STATE_OFFSET, Rect, header_state
 from kvstore.core.leases import Session
-from kvstore.core.slots import extent_nbytes_for
-from kvstore.core.store import Query, Store, SumBlocks
+from kvstore.core.lower import LowerSettings, LowerTier
+from kvstore.core.moves import LoadBlocks, SumBlocks, WriteGroup
+from kvstore.core.slots import SLOTS_PER_EXTENT_MAX, extent_nbytes_for
+from kvstore.core.store import Query, Store
 from kvstore.errors import DaemonUnavailable, KVStoreError, SessionLost, TierUnavailable
-from kvstore.media.memory import Geometry, Slab
-from kvstore.service.movers import Movers
+from kvstore.media.disk import Disk
+from kvstore.media.legacy import read_legacies
+from kvstore.media.memory import Geometry, Slab, trim_heap
+from kvstore.service.disk_moves import DiskMoves
+from kvstore.service.movers import Lane, Movers
 from kvstore.spec import KVSpec, decode_spec
 from radix import block_symbols_of
 from transports import messages as wire
 
 log = logging.getLogger("kvstore")
-NUM_MOVERS = 2
 SPECS_LISTED_MAX = 64  # of status, the newest ones
+PROGRESS_MS = 2000.0
+FLUSH_MS = 5000.0
+FLUSH_TURN_MS = 50.0
 SenderPid = Callable[[], int | None]
+
+
+def _symbols_on(disk: Disk, slot: int) -> bytes:
+    """Query. A broken index costs a partial hit; what else it breaks shows at the next commit."""
+    try:
+        return disk.symbols(slot)
+    except TierUnavailable:
+        return b""
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
 
 
 def geometry_for(capacity_nbytes: int) -> Geometry:
     """Query. How a slab of this capacity is cut; the capacity is rounded down to whole extents."""
     extent_nbytes = extent_nbytes_for(capacity_nbytes)
     return Geometry(capacity_nbytes // extent_nbytes, extent_nbytes)
+
+
+class SlowTicker:
+    """True at most every PROGRESS_MS."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._next_ms = clock.now_ms()
+
+    def is_due(self) -> bool:
+        """Changes state."""
+        if self._clock.now_ms() < self._next_ms:
+            return False
+        self._next_ms = self._clock.now_ms() + PROGRESS_MS
+        return True
+
+
+def _say_progress(ticker: SlowTicker, done: int, total: int) -> None:
+    if done == total or ticker.is_due():
+        log.info("ssd: index is being rebuilt from the blocks extents=%d of=%d", done, total)
 
 
 class Service:
@@ -49,13 +92,16 @@ class Service:
         slab_path: Path,
         sessions_path: Path | None,
         clock: Clock,
+        disk: Disk | None = None,
         on_open: Callable[[Session, int | None], None] | None = None,
         is_held: Callable[[int], bool] = lambda _: False,
+        strangers: Iterable[int] = (),
     ) -> None:
-        """Changes state. Takes over `slab`. Usable at once with the first extent; the others follow in the background.
+        """Changes state. Takes over `slab`, with what is in it, and `disk`, whose index is read in the background.
 
-        `on_open` is told each new session and its pid, for whoever watches processes. `is_held`: see
-        `Store.open_session`.
+        Usable at once with the extents that are ready, or the first; the others follow in the background. `on_open`
+        is told each new session and its pid, for whoever watches processes. `is_held`: see `Store.open_session`;
+        `strangers`: see `Store.take_over`.
         """
         self.slab = slab
         self.epoch = epoch
@@ -73,10 +119,20 @@ class Service:
             session_share=config.memory.session_share,
             checksums=config.memory.checksums,
         )
-        slab.allocate_extent(0)
-        self._extent_is_ready()
-        self.movers = Movers(NUM_MOVERS)
+        self.disk = disk
+        self.blocks_taken_over = 0
+        self._disk_moves: DiskMoves | None = None
+        self._longest_turn_ms = 0.0
+        self._waiting: dict[int, tuple[int, Callable[[wire.Reply], None]]] = {}  # token -> request, its way back
+        self._tokens = itertools.count(1)
+        self.movers = Movers()
+        self._take_over(strangers)
+        if not slab.extents_ready:
+            slab.allocate_extent(0)
+            self._extent_is_ready()
         self.movers.submit(self._allocate_extents, lambda _: None)
+        if disk is not None:
+            self.movers.submit(partial(self._read_index, disk), partial(self._disk_is_ready, disk), Lane.INDEX)
 
     # Messages
 
@@ -87,18 +143,24 @@ class Service:
         if not isinstance(message, wire.Request):
             self._notice(message)
             return
-        reply: wire.Reply = wire.Failed(message.request_id, KVStoreError.code, "the daemon failed while answering")
+        reply: wire.Reply | None
+        reply = wire.Failed(message.request_id, KVStoreError.code, "the daemon failed while answering")
+        self.store.on_time(self._clock.now_ms())
         try:
-            reply = self._answer(message, sender_pid)
+            reply = self._answer(message, send, sender_pid)
         except KVStoreError as exc:
             reply = wire.Failed(message.request_id, exc.code, str(exc)[:4096])
         finally:  # an error that is not ours stops the daemon, but not before the client has its answer
-            send(reply)
+            if reply is not None:
+                send(reply)
         if isinstance(message, wire.Commit) and isinstance(reply, wire.Committed):
             self.store.commit(message.session, message.reservation, message.summed, keep=message.keep)
-        self._start_transfers()
+        self._follow_up()
 
-    def _answer(self, message: wire.Request, sender_pid: SenderPid) -> wire.Reply:
+    def _answer(
+        self, message: wire.Request, send: Callable[[wire.Reply], None], sender_pid: SenderPid
+    ) -> wire.Reply | None:
+        """The reply; None where it comes later, from `_tell_progress`."""
         request_id, store = message.request_id, self.store
         match message:
             case wire.Hello():
@@ -114,7 +176,13 @@ class Service:
             case wire.Acquire():
                 query = Query(message.hashes, message.tokens, message.keys)
                 got = store.acquire(message.session, message.spec_id, message.lease, query)
-                return wire.Acquired(request_id, got.num_tokens, got.slots)
+                return wire.Acquired(request_id, *got)
+            case wire.Wait():
+                token = next(self._tokens)
+                until_ms = store.now_ms + message.wait_ms
+                store.wait(token, message.session, message.lease, message.blocks, until_ms)
+                self._waiting[token] = request_id, send
+                return None
             case wire.Reserve():
                 grant = store.reserve(
                     message.session, message.spec_id, message.reservation, message.hashes, message.start, message.tail
@@ -128,11 +196,20 @@ class Service:
                 store.session(message.session)
                 store.clear(message.spec_id)
                 return wire.Done(request_id)
+            case wire.Carry():
+                store.carry(message.session, message.holds)
+                return wire.Done(request_id)
             case wire.GetStatus():
                 return wire.State(request_id, json.dumps(self.status()).encode())
         raise AssertionError(f"{type(message).__name__} is a request without a handler")
 
+    def _tell_progress(self) -> None:
+        for token, progress in self.store.take_progress():
+            request_id, send = self._waiting.pop(token)
+            send(wire.Loaded(request_id, *progress))
+
     def _notice(self, message: wire.Message) -> None:
+        self.store.on_time(self._clock.now_ms())
         try:
             match message:
                 case wire.Release():
@@ -141,12 +218,16 @@ class Service:
                     self.store.abort(message.session, message.reservation)
                 case wire.Discard():
                     self.store.discard(message.session, message.lease, message.block, message.reason)
+                case wire.Prefetch():
+                    query = Query(message.hashes, message.tokens, message.keys)
+                    self.store.prefetch(message.session, message.spec_id, query)
                 case wire.Report():
-                    self.store.report(message.prefill_tokens, message.prefill_ms, message.ttft_ms)
+                    self.store.report(message.spec_id, message.prefill_tokens, message.prefill_ms, message.ttft_ms)
                 case wire.Goodbye():
                     self.store.close_session(message.session, self._clock.now_ms())
         except SessionLost:
             return  # of a session that has ended: what it held is free already
+        self._follow_up()
 
     def _hello(self, message: wire.Hello, sender_pid: SenderPid) -> wire.Reply:
         if not message.version_min <= wire.VERSION_MAX or not message.version_max >= wire.VERSION_MIN:
@@ -181,24 +262,49 @@ class Service:
     # Machine
 
     def run_completions(self) -> None:
-        """Changes state. What the movers have finished."""
+        """Changes state. What the movers have finished, and what has become due."""
+        self.store.on_time(self._clock.now_ms())
         self.movers.run_completions()
-        self._start_transfers()
+        self._follow_up()
+
+    def _flush(self) -> None:
+        lower, until_ms = self.store.lower, self._clock.now_ms() + FLUSH_MS
+        if lower is None:
+            return
+        poll = select.poll()
+        poll.register(self.movers.fd, select.POLLIN)
+        while not lower.writes.is_idle and self._clock.now_ms() < until_ms:
+            group = lower.writes.start_group(self._clock.now_ms(), flush=True)
+            if group is not None:
+                self._disk().write(group)
+            poll.poll(FLUSH_TURN_MS)
+            self.run_completions()
+
+    def note_turn(self, ms: float) -> None:
+        """Changes state. How long the loop was busy: status tells the longest since the last status."""
+        self._longest_turn_ms = max(self._longest_turn_ms, ms)
+
+    def next_deadline_ms(self) -> float | None:
+        """Query. When `run_completions` has something to do though no mover has finished anything."""
+        return self.store.next_deadline_ms()
 
     def close(self) -> None:
-        """Changes state."""
+        """Changes state. What waits to be written to the SSD still is, within FLUSH_MS. `disk` stays open."""
+        self._flush()
         self.movers.close()
         self.slab.close()
 
     def status(self) -> dict[str, Any]:
-        """Query. JSON-serialisable facts for operators."""
+        """Changes state (of the longest turn). JSON-serialisable facts for operators."""
         memory, stats = self.store.memory, self.store.stats
         classes = {}
         for slot_nbytes in memory.pool.classes:
             free, cached, reserved = memory.counts(slot_nbytes)
             classes[str(slot_nbytes)] = {"free": free, "cached": cached, "reserved": reserved}
+        longest_turn_ms, self._longest_turn_ms = self._longest_turn_ms, 0.0
         return {
             "epoch": self.epoch,
+            "longest_turn_ms": round(longest_turn_ms, 3),
             "pid": os.getpid(),
             "address": self._config.address,
             "uptime_s": round((self._clock.now_ms() - self._started_ms) / 1000, 1),
@@ -211,8 +317,16 @@ class Service:
                 "cached_nbytes": sum(int(size) * counts["cached"] for size, counts in classes.items()),
                 "reserved_nbytes": sum(int(size) * counts["reserved"] for size, counts in classes.items()),
                 "blocks_evicted": memory.num_evicted,
+                "blocks_taken_over": self.blocks_taken_over,
+                "sessions_unaccounted": len(self.store.strangers),
                 "slots": classes,
             },
+            "disk": self._disk_status(),
+            "prefill": [
+                {"fingerprint": entry.spec.fingerprint.hex()[:16], "tokens_per_s": round(1000 / ms)}
+                for entry in self.store.specs[-SPECS_LISTED_MAX:]
+                if (ms := self.store.prefill_of(entry).ms_per_unit) is not None
+            ],
             "sessions": [self._session_status(session) for session in self.store.sessions],
             "specs_served": len(self.store.specs),
             "specs": [
@@ -220,6 +334,40 @@ class Service:
                 for entry in self.store.specs[-SPECS_LISTED_MAX:]
             ],
             "stats": msgspec.to_builtins(stats),
+        }
+
+    def _disk_status(self) -> dict[str, Any] | None:
+        """None without one; `ready` False while its index is read."""
+        disk, lower = self.disk, self.store.lower
+        if disk is None:
+            return None
+        found: dict[str, Any] = {
+            "paths": self._config.disk.path,
+            "ready": lower is not None,
+            "capacity_nbytes": disk.geometry.capacity_nbytes,
+            "direct_io": disk.is_direct,
+            "write": self._config.disk.write,
+        }
+        if lower is None:
+            return found
+        tier, writes = lower.tier, lower.writes
+        counts = {size: tier.counts(size) for size in tier.pool.classes}
+        capacity = disk.geometry.capacity_nbytes
+        return found | {
+            "extents": disk.geometry.num_extents,
+            "extents_lost": lower.num_extents_lost,
+            "extents_unassigned": tier.pool.num_unassigned,
+            "cached_nbytes": sum(size * cached for size, (_, cached, _) in counts.items()),
+            "blocks": sum(cached for _, cached, _ in counts.values()),
+            "blocks_evicted": tier.num_evicted,
+            "queued_nbytes": writes.queued_nbytes,
+            "idle": writes.is_idle,
+            "loading_nbytes": lower.loads.queued_nbytes,
+            "read_gbps": _rounded(lower.gate.read_gbps),
+            "bytes_written_ever": writes.bytes_ever,
+            "drive_writes": round(writes.bytes_ever / capacity, 3),
+            "write_budget_left_nbytes": lower.budget.level_nbytes if lower.budget.nbytes_a_day else None,
+            "failures": self._disk().num_failures,
         }
 
     @staticmethod
@@ -245,7 +393,7 @@ class Service:
     def _allocate_extents(self) -> None:
         """On a mover. All extents but the first, in order; each is reported as soon as its memory is there."""
         num_extents = self.slab.geometry.num_extents
-        for extent in range(1, num_extents):
+        for extent in range(self.slab.extents_ready, num_extents):
             if self.movers.is_closing:
                 return
             try:
@@ -255,9 +403,86 @@ class Service:
                 return
             self.movers.post(self._extent_is_ready)
 
-    def _start_transfers(self) -> None:
+    def _take_over(self, strangers: Iterable[int]) -> None:
+        """What an earlier daemon left in the slab. Of its extents, those that hold nothing any more serve any size."""
+        slab, pool = self.slab, self.store.memory.pool
+        self.store.on_time(self._clock.now_ms())
+        legacies = read_legacies(slab)
+        used = [
+            slots // SLOTS_PER_EXTENT_MAX for each in legacies for slots in (each.blocks.slots, np.array(each.reserved))
+        ]
+        in_use = set(np.concatenate(used).tolist()) if used else set()
+        for extent in set(range(slab.geometry.num_extents)) - in_use:
+            slab.tables.extents[extent] = 0
+        self.blocks_taken_over = self.store.take_over(legacies, strangers)
+        for extent in range(slab.extents_ready):
+            if extent not in in_use:
+                pool.add_extent(extent)
+
+    def _read_index(self, disk: Disk) -> LowerTier:
+        """On a mover. The tier that the medium's rows make; nobody else knows of it yet."""
+        began_ms = self._clock.now_ms()
+        rows = disk.rows()
+        if disk.needs_rebuild:
+            disk.rebuild(partial(_say_progress, SlowTicker(self._clock)))
+            rows = disk.rows()
+        facts = disk.facts()
+        settings = LowerSettings(
+            self._config.disk.write == "back",
+            self._config.disk.write_budget_nbytes,
+            facts.get("bytes_written", 0),
+            facts.get("budget_level"),
+        )
+        num_extents, extent_nbytes = disk.geometry
+        lower = LowerTier(extent_nbytes, num_extents, partial(_symbols_on, disk), settings)
+        gc.disable()  # it would look at a growing million of nodes again and again, with the loop waiting
+        try:
+            num_blocks = lower.adopt(rows, disk.classes())
+        finally:
+            gc.enable()
+        trim_heap()
+        took_s = (self._clock.now_ms() - began_ms) / 1000
+        log.info(
+            "ssd: %d blocks found blocks_per_s=%d seconds=%.2f", num_blocks, num_blocks / max(took_s, 1e-3), took_s
+        )
+        return lower
+
+    def _disk_is_ready(self, disk: Disk, lower: LowerTier) -> None:
+        self.store.add_lower(lower)
+        self._disk_moves = DiskMoves(lower, disk, self.slab, self.movers, self._clock.now_ms)
+        gc.collect()
+        gc.freeze()  # a million nodes that stay are no business of every later collection
+        empty = [extent for extent in disk.usable_extents if lower.tier.pool.class_of(extent) is None]
+        self.movers.submit(partial(self._allocate_on_disk, disk, lower, empty), lambda _: None)
+
+    def _allocate_on_disk(self, disk: Disk, lower: LowerTier, extents: list[int]) -> None:
+        """On a mover."""
+        for extent in extents:
+            if self.movers.is_closing:
+                return
+            try:
+                disk.allocate_extent(extent)
+            except TierUnavailable as exc:
+                log.error("ssd: %s; going on without %s", exc, "it and those after it")
+                return
+            self.movers.post(partial(lower.tier.add_extent, extent))
+
+    def _follow_up(self) -> None:
+        """What commands and completions have set in motion: transfers, and answers to those who wait."""
         for transfer in self.store.take_transfers():
-            self.movers.submit(partial(self._sum, transfer), partial(self._summed, transfer))
+            match transfer:
+                case SumBlocks():
+                    self.movers.submit(partial(self._sum, transfer), partial(self._summed, transfer))
+                case LoadBlocks():
+                    self._disk().load(transfer)
+                case WriteGroup():
+                    self._disk().write(transfer)
+        if self._waiting:
+            self._tell_progress()
+
+    def _disk(self) -> DiskMoves:
+        assert self._disk_moves is not None, "moves between tiers without a disk"
+        return self._disk_moves
 
     def _sum(self, transfer: SumBlocks) -> list[bytes | None]:
         """On a mover. The new state part of each slot's header; None where the header is not what was written."""

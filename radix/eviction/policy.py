@@ -9,14 +9,14 @@ class EvictionPolicy(Protocol):
     """Orders the victims of one group of slots.
 
     Only an unpinned leaf can be a victim, and it loses blocks from the tail of its run: prefixes die from their end.
-    The tree says which nodes these are; the policy only orders them. It may read the nodes but never changes them.
+    The tree offers a node whenever it has become a victim, or was used while it is one. It does not say when it is none
+    any more: a policy is constructed with `Leaves` (radix.owners), and asks them which of its offers still hold.
+
+    A node is named by the first slot of its run. Whatever else a policy wants to know it reads from the node.
     """
 
-    def offer(self, node: Node) -> None:
-        """Changes state. `node` is an unpinned leaf. Called again, also without a `withdraw`, when it was used."""
-
-    def withdraw(self, node: Node) -> None:
-        """Changes state. `node` is no victim now: pinned, given a child, or gone. No effect if it was not on offer."""
+    def offer(self, slot: int, last_used: int) -> None:
+        """Changes state. The node whose run begins in `slot` is a victim now, last used at this tick."""
 
     def victim(self) -> Node | None:
-        """Query. The node on offer that should lose its tail next; None: nothing is on offer."""
+        """Query. The victim that should lose its tail next; None: there is none."""

@@ -1,0 +1,175 @@
+"""Carries out moves between host memory and the SSD: bytes straight between slab and file, checked on the way up."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import xxhash
+
+from kvstore.core.layout import HEADER_NBYTES, Header, parse_header
+from kvstore.core.lower import LowerTier
+from kvstore.core.moves import LoadBlocks, LoadedBlock, Outcome, WriteGroup, WrittenBlock
+from kvstore.core.slots import SLOTS_PER_EXTENT_MAX
+from kvstore.errors import TierUnavailable
+from kvstore.media.disk import BlockRow, Disk
+from kvstore.media.memory import Slab
+from kvstore.service.movers import Lane, Movers
+from radix import block_symbols_of
+
+log = logging.getLogger("kvstore")
+PATH_FAILURES_MAX = 8  # in a row; then a path counts as gone
+
+
+@dataclass(slots=True)
+class _Run:
+    """A group under way."""
+
+    group: WriteGroup
+    rows: dict[int, BlockRow] = field(default_factory=dict)  # by disk slot
+    num_left: int = 0
+
+
+class DiskMoves:
+    """Jobs for the movers, and their completions. All but the jobs runs where the store's state is."""
+
+    def __init__(self, lower: LowerTier, disk: Disk, slab: Slab, movers: Movers, now_ms: Callable[[], float]) -> None:
+        self._lower = lower
+        self._disk = disk
+        self._slab = slab
+        self._movers = movers
+        self._now_ms = now_ms
+        self._failures: Counter[str] = Counter()  # in a row, per path
+        self.num_failures = 0
+
+    def load(self, transfer: LoadBlocks) -> None:
+        """Changes state. One job per block: they are in flight together, and each counts as soon as it is there."""
+        for index, block in enumerate(transfer.blocks):
+            self._movers.submit(
+                partial(self._load_block, block, transfer.slot_nbytes),
+                partial(self._loaded, transfer, index),
+                Lane.READS,
+            )
+
+    def write(self, group: WriteGroup) -> None:
+        """Changes state."""
+        run = _Run(group, num_left=len(group.blocks))
+        for block in group.blocks:
+            self._movers.submit(
+                partial(self._write_block, block, group.last_used), partial(self._written, run, block), Lane.WRITES
+            )
+        if not group.blocks:
+            self._commit(run)
+
+    # Jobs, on movers
+
+    def _load_block(self, block: LoadedBlock, slot_nbytes: int) -> tuple[Outcome, str]:
+        view = self._slab.slot(block.memory_slot, slot_nbytes)
+        try:
+            self._disk.read(block.disk_slot, slot_nbytes, view)
+        except TierUnavailable as exc:
+            return Outcome.IO, str(exc)
+        header = parse_header(bytes(view[:HEADER_NBYTES]))
+        if header is None or header.identity.block_hash != block.block_hash or not _is_whole(header, view):
+            return Outcome.CORRUPT, f"slot {block.disk_slot} of the SSD does not hold what was written there"
+        return Outcome.OK, ""
+
+    def _write_block(self, block: WrittenBlock, last_used: int) -> BlockRow | str:
+        """The row to commit, or why there is none. What is not sealed and summed never leaves memory."""
+        view = self._slab.slot(block.memory_slot, block.slot_nbytes)
+        header = parse_header(bytes(view[:HEADER_NBYTES]))
+        if header is None or header.identity.block_hash != block.block_hash or not header.rects:
+            return f"slot {block.memory_slot} of the slab does not hold the block it should: not written"
+        try:
+            self._disk.write(block.disk_slot, block.slot_nbytes, view)
+        except TierUnavailable as exc:
+            return str(exc)
+        identity = header.identity
+        symbols = block_symbols_of(identity.tokens, identity.keys_start, identity.keys_digest)
+        return BlockRow(
+            block.disk_slot, block.block_hash, block.parent, block.number, block.is_short, last_used, symbols
+        )
+
+    def _commit_rows(self, group: WriteGroup, rows: list[BlockRow]) -> str:
+        """Why nothing of the group is durable; nothing if it is."""
+        try:
+            for extent, slot_nbytes in {
+                (block.disk_slot // SLOTS_PER_EXTENT_MAX, block.slot_nbytes) for block in group.blocks
+            }:
+                self._disk.set_class(extent, slot_nbytes)
+            self._disk.sync()
+            self._disk.commit(rows, group.deletes, group.facts)
+        except TierUnavailable as exc:
+            return str(exc)
+        return ""
+
+    # Completions, on the loop
+
+    def _loaded(self, transfer: LoadBlocks, index: int, result: tuple[Outcome, str]) -> None:
+        outcome, reason = result
+        self._note(transfer.blocks[index].disk_slot, reason, counts=outcome is Outcome.IO)
+        self._lower.loaded(transfer.id, index, outcome, self._now_ms())
+
+    def _written(self, run: _Run, block: WrittenBlock, result: BlockRow | str) -> None:
+        if isinstance(result, str):
+            self._note(block.disk_slot, result, counts=True)
+        else:
+            self._note(block.disk_slot, "", counts=True)
+            run.rows[block.disk_slot] = result
+        run.num_left -= 1
+        if not run.num_left:
+            self._lower.writes.all_written()
+            self._commit(run)
+
+    def _commit(self, run: _Run) -> None:
+        failed = _failed(run)
+        rows = [row for slot, row in run.rows.items() if slot not in failed]
+        self._movers.submit(
+            partial(self._commit_rows, run.group, rows), partial(self._committed, run, failed), Lane.INDEX
+        )
+
+    def _committed(self, run: _Run, failed: frozenset[int], reason: str) -> None:
+        if reason:
+            log.error("ssd: %s; blocks stay in memory only", reason)
+            self.num_failures += 1
+            lost = self._disk.fail_unsound()
+            if lost:
+                log.error("ssd: no write to that path can be trusted any more: going on without it")
+                self._lower.lose_extents(lost)
+        self._lower.writes.committed(run.group.id, failed, not reason, self._now_ms())
+
+    def _note(self, slot: int, reason: str, *, counts: bool) -> None:
+        """Log the first failure in a row of a path; take it out of use after several."""
+        path = str(self._disk.path_of(slot))
+        if not reason:
+            self._failures.pop(path, None)
+            return
+        self.num_failures += 1
+        if not self._failures[path]:
+            log.error("ssd: %s", reason)
+        self._failures[path] += counts
+        if self._failures[path] == PATH_FAILURES_MAX:
+            log.error("ssd: disk.path=%s failed %d times in a row: going on without it", path, PATH_FAILURES_MAX)
+            self._lower.lose_extents(self._disk.fail_path(slot))
+
+
+def _is_whole(header: Header, view: memoryview) -> bool:
+    """Whether the payload is what its one rectangle was summed over."""
+    if len(header.rects) != 1 or header.payload_nbytes > len(view) - HEADER_NBYTES:
+        return False
+    payload = view[HEADER_NBYTES : HEADER_NBYTES + header.payload_nbytes]
+    return xxhash.xxh3_64_intdigest(payload) == header.rects[0].sum
+
+
+def _failed(run: _Run) -> frozenset[int]:
+    """Disk slots of blocks that were not written, or whose parent was not: prefix closure."""
+    failed: set[int] = set()
+    hashes: set[bytes] = set()
+    for block in run.group.blocks:
+        if block.disk_slot not in run.rows or block.parent in hashes:
+            failed.add(block.disk_slot)
+            hashes.add(block.block_hash)
+    return frozenset(failed)
