@@ -4,6 +4,7 @@ import errno
 import logging
 import mmap
 import os
+import stat
 import random
 import subprocess
 import sys
@@ -343,10 +344,19 @@ def test_one_daemon_at_a_time(places: list[Path]) -> None:
 def test_a_folder_of_others_is_refused_untouched(place: Path) -> None:
     """SEC."""
     place.mkdir()
+    (place / "theirs").touch()
     place.chmod(0o750)
     with pytest.raises(TierUnavailable, match=f"disk.path={place}: must belong to this user with mode 0700"):
         open_disk(place)
-    assert list(place.iterdir()) == []
+    assert [path.name for path in place.iterdir()] == ["theirs"]
+
+
+def test_an_empty_folder_of_ours_becomes_private(place: Path) -> None:
+    """SEC: `mkdir DIR` and `--disk.path DIR` is what anybody types."""
+    place.mkdir()
+    place.chmod(0o755)
+    open_disk(place).close()
+    assert stat.S_IMODE(place.stat().st_mode) == 0o700
 
 
 # Devices that fail

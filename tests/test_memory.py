@@ -165,16 +165,17 @@ def test_a_folder_is_private_and_goes_at_the_end(place: Path) -> None:
 def test_a_folder_of_others_is_refused_untouched(place: Path) -> None:
     """SEC: nothing is left in it either."""
     place.mkdir()
+    (place / "theirs").touch()
     place.chmod(0o750)
     with pytest.raises(TierUnavailable, match="must belong to this user with mode 0700"):
         SlabFolder(place)
-    assert list(place.iterdir()) == []
+    assert [path.name for path in place.iterdir()] == ["theirs"]
     if not os.geteuid():
         place.chmod(0o700)
         os.chown(place, 12345, 12345)
         with pytest.raises(TierUnavailable, match="must belong to this user with mode 0700"):
             SlabFolder(place)
-        assert list(place.iterdir()) == []
+        assert [path.name for path in place.iterdir()] == ["theirs"]
 
 
 def test_a_folder_that_cannot_be_made_is_refused(place: Path) -> None:

@@ -33,6 +33,23 @@ def all_folders() -> list[Path]:
     return sorted(SHM.glob(f"{PREFIX}{os.geteuid()}-*"))
 
 
+def make_private(path: Path) -> bool:
+    """Changes state. A folder that this user alone can enter. False where there is one that is not ours, or shared.
+
+    An empty one of ours becomes private: somebody has just made it for us. OSError when it cannot be made.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    facts = path.stat()
+    if facts.st_uid != os.geteuid():
+        return False
+    if not stat.S_IMODE(facts.st_mode) & 0o077:
+        return True
+    if any(path.iterdir()):
+        return False
+    path.chmod(0o700)
+    return True
+
+
 class SlabFolder:
     """A folder of ours, locked by this process. No two daemons share one."""
 
@@ -40,9 +57,7 @@ class SlabFolder:
         """Changes state. TierUnavailable when it cannot be made private or another daemon owns it."""
         self.path = path
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            facts = path.stat()
-            if facts.st_uid != os.geteuid() or stat.S_IMODE(facts.st_mode) & 0o077:
+            if not make_private(path):
                 raise TierUnavailable(f"memory.path={path}: must belong to this user with mode 0700")
             self._lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as exc:

@@ -19,7 +19,6 @@ import fcntl
 import logging
 import mmap
 import os
-import stat
 import struct
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,6 +30,7 @@ import xxhash
 
 from kvstore.core.layout import PAGE_NBYTES
 from kvstore.errors import TierUnavailable
+from kvstore.media.folder import make_private
 
 log = logging.getLogger("kvstore")
 
@@ -77,9 +77,7 @@ class Folder:
     def __init__(self, path: Path) -> None:
         """Changes state. OSError when it cannot be made, TierUnavailable when it is not ours to use."""
         self.path = path
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        facts = path.stat()
-        if facts.st_uid != os.geteuid() or stat.S_IMODE(facts.st_mode) != 0o700:
+        if not make_private(path):
             raise TierUnavailable(f"disk.path={path}: must belong to this user with mode 0700")
         self._lock = open(path / "lock", "ab", buffering=0)  # noqa: SIM115 - held until release
         try:
