@@ -1,16 +1,16 @@
 # Two commands matter: `make demo` and `make test`. Both set everything up by themselves, once.
 PYTHON ?= python3
-BENCHMARKS ?= multi_turn copy_rate
+BENCHMARKS ?= multi_turn copy_rate restart
 
 PY := .venv/bin/python
 INSTALLED := .venv/.stamp-installed
 MODEL := .venv/.stamp-model
 
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint fuzz bench clean FORCE
+.PHONY: help setup demo test lint fuzz bench bench-peers clean FORCE
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1	/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile
 
 setup: $(MODEL) ## .venv with the project, the tools and the model; a no-op when nothing changed
 
@@ -31,9 +31,12 @@ fuzz: $(INSTALLED) ## the property tests with fresh random examples, and more of
 bench: setup ## the benchmarks, one JSON line each; stops at the first that misses a bar (BENCHMARKS="a b" chooses)
 	@for name in $(BENCHMARKS); do echo "benchmarks.$$name"; $(PY) -m benchmarks.$$name --json || exit 1; done
 
+bench-peers: $(INSTALLED) ## ours against its rivals, set up once in .venv-peers (2 GB); PEERS="--systems ours,files" chooses
+	$(PY) -m benchmarks.peers --set-up --json $(PEERS)
+
 clean: ## remove caches and build outputs; .venv stays (to start over: rm -rf .venv)
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +
 
 # A checkout that was moved needs its editable install again, whatever the dates of its files.
 ifneq ($(shell cat $(INSTALLED) 2>/dev/null),$(CURDIR))

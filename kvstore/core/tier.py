@@ -39,6 +39,9 @@ class Tier:
 
     Parked slots hold nothing any more but must not be reused yet: while the tier is `parking`, whatever becomes free
     is parked until `unpark`, and nothing is evicted to make room on demand.
+
+    Kept slots hold what somebody may still look at though the tree does not: whoever frees them, they stay reserved
+    until `let_go` was called as often as `keep`.
     """
 
     def __init__(
@@ -56,12 +59,18 @@ class Tier:
         self._state = states
         self._parked = array("I")
         self._num_parked: Counter[int] = Counter()  # per class, those that `take_parked` handed out included
+        self._kept: Counter[int] = Counter()
         self._evicted_since_look: dict[int, int] = {}  # slot_nbytes -> blocks evicted since extents were compared
 
     def add_spec(self, root: BlockHash, slot_nbytes: int) -> None:
         """Changes state. Idempotent."""
         self.pool.add_class(slot_nbytes)
         self.tree.add_root(root, slot_nbytes)
+
+    def can_add_spec(self, root: BlockHash, slot_nbytes: int) -> bool:
+        """Query. False: blocks of it were adopted in another class."""
+        known = self.tree.roots.get(root)
+        return known is None or known.group == slot_nbytes
 
     def add_extent(self, extent: int) -> None:
         """Changes state. The extent's memory is there: its slots may be handed out."""
@@ -129,6 +138,10 @@ class Tier:
         rows = _indices(slots)
         self._state[rows[self._state[rows] == ARRIVING]] = state
 
+    def states_of(self, slots: array[int]) -> States:
+        """Query."""
+        return self._state[_indices(slots)]
+
     def num_sealed(self, slots: array[int]) -> int:
         """Query. How many of these blocks, from the first on, have their bytes."""
         there = self._state[_indices(slots)] == SEALED
@@ -162,9 +175,17 @@ class Tier:
         held = _held_by(pins)
         return min(match.num_blocks, sum(node.num_blocks for node in match.node.path() if node in held))
 
-    def is_used(self, slot: int) -> bool:
-        """Query. Whether a slot number names a slot that is not free."""
-        return int(self._state[slot]) != FREE
+    def of_one_class(self, slots: bytes) -> tuple[int | None, array[int]]:
+        """Query. Those of `slots` (u32le, any numbers) that are not free, of the class of the first of them."""
+        numbers = np.frombuffer(slots, "<u4")
+        numbers = numbers[numbers < len(self._state)]
+        numbers = numbers[self._state[numbers] != FREE]
+        if not len(numbers):
+            return None, array("I")
+        slot_nbytes = self.slot_nbytes_of(int(numbers[0]))
+        extents = numbers // SLOTS_PER_EXTENT_MAX
+        same = [extent for extent in np.unique(extents).tolist() if self.pool.class_of(extent) == slot_nbytes]
+        return slot_nbytes, array("I", numbers[np.isin(extents, same)].tobytes())
 
     def slot_nbytes_of(self, slot: int) -> int:
         """Query. The class of a slot that is not free."""
@@ -182,9 +203,9 @@ class Tier:
         """Query. How many of the reserved slots of `counts` are parked."""
         return self._num_parked[slot_nbytes]
 
-    def take_parked(self) -> array[int]:
-        """Changes state. Slots to be freed by `unpark`, which only the caller knows of from now on."""
-        parked, self._parked = self._parked, array("I")
+    def take_parked(self, count: int | None = None) -> array[int]:
+        """Changes state. So many slots, or all, to be freed by `unpark`; only the caller knows of them from now on."""
+        parked, self._parked = self._parked[:count], self._parked[count:] if count is not None else array("I")
         return parked
 
     @property
@@ -201,6 +222,30 @@ class Tier:
     def park_again(self, slots: array[int]) -> None:
         """Changes state. What `take_parked` gave cannot be freed yet."""
         self._parked.extend(slots)
+
+    def reserve_parked(self, slot: int) -> None:
+        """Changes state. A slot that `take_parked` gave is not to be freed with the others."""
+        self._num_parked[self.slot_nbytes_of(slot)] -= 1
+
+    def is_kept(self, slot: int) -> bool:
+        """Query."""
+        return slot in self._kept
+
+    def keep(self, slot: int) -> None:
+        """Changes state. One more holds this slot, which is reserved, or whose block left the tree under a pin."""
+        self._kept[slot] += 1
+
+    def let_go(self, slots: Iterable[int]) -> None:
+        """Changes state. Of slots that are kept, one holds them no more; others are given back."""
+        free = array("I")
+        for slot in slots:
+            if self._kept[slot] > 1:
+                self._kept[slot] -= 1
+                continue
+            del self._kept[slot]
+            if self.state_of(slot) != FAILED:  # else a pin holds it, and the tree frees it after that
+                free.append(slot)
+        self._free(free)
 
     def make_room_later(self, slot_nbytes: int, count: int) -> bool:
         """Changes state. Of a parking tier: see to it that `count` slots are free once what is parked is unparked.
@@ -257,6 +302,9 @@ class Tier:
 
     def _free(self, slots: Iterable[int]) -> None:
         slots = array("I", slots)
+        if self._kept:
+            self._state[_indices(array("I", (slot for slot in slots if slot in self._kept)))] = RESERVED
+            slots = array("I", (slot for slot in slots if slot not in self._kept))
         if not slots:
             return
         if not self.parking:

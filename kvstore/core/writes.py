@@ -24,7 +24,8 @@ from radix import HASH_NBYTES, BlockHash, Pin
 GROUP_NBYTES = 64 << 20
 GROUP_MS = 100.0
 GROUPS_MAX = 2  # one that writes, one that syncs
-DELETES_MAX = 65536  # rows forgotten per group
+DELETES_MAX = 8192  # rows forgotten per group: their slots are freed in one turn of the loop
+RETRY_MS = 20.0  # after a look at a queue of which nothing could begin: sums or room that are not there yet
 PAUSE_MS, PAUSE_MS_MAX = 1000.0, 60_000.0  # after a group that failed
 
 
@@ -36,6 +37,7 @@ class _Item:
     hashes: bytes
     short: bool
     pin: Pin
+    fresh: list[bytes]  # hashes of the blocks that no chain before it in the queue has
     nbytes: int
     queued_ms: float
     sum_id: int | None  # sums that have yet to be made
@@ -72,11 +74,12 @@ class Writes:
         self._queue_nbytes_max = queue_nbytes_max
         self._hold_nbytes = hold_nbytes
         self._queue: deque[_Item] = deque()
-        self._tails: set[bytes] = set()  # last hash of each queued chain
+        self._queued: set[bytes] = set()  # hashes of all blocks that wait
         self._groups: dict[int, _Group] = {}
         self._last_id = 0
         self._is_writing = False
         self._parked_since_ms: float | None = None
+        self._retry_ms = 0.0
         self._paused_until_ms = 0.0
         self._pause_ms = PAUSE_MS
         self.bytes_ever = 0  # over all lives of the medium
@@ -98,12 +101,11 @@ class Writes:
     ) -> None:
         """Changes state. Queue what the lower tier lacks of a chain in memory; drop it, counted, beyond a bound."""
         match = self._memory.match(entry.root, hashes)
-        num_blocks = match.num_blocks
-        missing = num_blocks - self._disk.match(entry.root, hashes).num_blocks
-        tail = hashes[(num_blocks - 1) * HASH_NBYTES : num_blocks * HASH_NBYTES]
-        if missing <= 0 or tail in self._tails:
+        hashes = hashes[: match.num_blocks * HASH_NBYTES]
+        fresh = self._fresh(hashes, self._disk.match(entry.root, hashes).num_blocks)
+        if not fresh:
             return
-        nbytes = missing * entry.spec.slot_nbytes
+        missing, nbytes = len(fresh), len(fresh) * entry.spec.slot_nbytes
         is_full = self.queued_nbytes > 0 and self.queued_nbytes + nbytes > self._queue_nbytes_max  # one always fits
         if is_full or now_ms < self._paused_until_ms:
             self._stats.writes_dropped["full" if is_full else "paused"] += missing
@@ -114,10 +116,19 @@ class Writes:
                 return
             self._budget.spend(nbytes, now_ms)
         pin = self._memory.pin(match)
-        hashes = hashes[: num_blocks * HASH_NBYTES]
-        self._queue.append(_Item(entry, hashes, pin.node.short, pin, nbytes, now_ms, sum_id))
-        self._tails.add(tail)
+        self._queue.append(_Item(entry, hashes, pin.node.short, pin, fresh, nbytes, now_ms, sum_id))
+        self._queued.update(fresh)
         self.queued_nbytes += nbytes
+
+    def _fresh(self, hashes: bytes, known: int) -> list[bytes]:
+        """Hashes of a chain's blocks behind the first `known` ones that do not wait already."""
+        fresh = []
+        for at in range(len(hashes) - HASH_NBYTES, (known - 1) * HASH_NBYTES, -HASH_NBYTES):
+            block_hash = hashes[at : at + HASH_NBYTES]
+            if block_hash in self._queued:  # so are all before it
+                break
+            fresh.append(block_hash)
+        return fresh
 
     def summed(self, sum_id: int) -> None:
         """Changes state. The sums of these blocks are made: they may leave memory."""
@@ -132,7 +143,7 @@ class Writes:
         times = [] if self._parked_since_ms is None else [self._parked_since_ms + GROUP_MS]
         if self._queue and self.queued_nbytes > self._hold_nbytes:
             times.append(self._queue[0].queued_ms + GROUP_MS)
-        return max(min(times), self._paused_until_ms) if times else None
+        return max(min(times), self._paused_until_ms, self._retry_ms) if times else None
 
     def start_group(self, now_ms: float, *, flush: bool = False) -> WriteGroup | None:
         """Changes state. The next group, when there is enough for one or it has waited long enough.
@@ -146,9 +157,10 @@ class Writes:
         if self._is_writing or len(self._groups) == GROUPS_MAX:
             return None
         parts = self._take_parts()
-        parked = self._disk.take_parked()  # after the parts: what they evicted is forgotten with this group
+        parked = self._disk.take_parked(DELETES_MAX)  # after the parts: what they evicted is forgotten with this group
         self._parked_since_ms = None
         if not parts and not parked:
+            self._retry_ms = now_ms + RETRY_MS
             return None
         return self._begin(parts, parked)
 
@@ -174,8 +186,8 @@ class Writes:
             self._parked_since_ms = now_ms
 
     def _is_due(self, now_ms: float) -> bool:
-        if self.queued_nbytes - self._hold_nbytes >= GROUP_NBYTES and now_ms >= self._paused_until_ms:
-            return True
+        if self.queued_nbytes - self._hold_nbytes >= GROUP_NBYTES:
+            return now_ms >= max(self._paused_until_ms, self._retry_ms)
         due_ms = self.next_deadline_ms()
         return due_ms is not None and now_ms >= due_ms
 
@@ -267,7 +279,7 @@ class Writes:
 
     def _finish(self, item: _Item) -> None:
         self._memory.unpin(item.pin)
-        self._tails.discard(item.hashes[-HASH_NBYTES:])
+        self._queued.difference_update(item.fresh)
         self.queued_nbytes -= item.nbytes
 
 
