@@ -19,6 +19,7 @@ from kvstore.core.tier import ARRIVING, FAILED, SEALED, Tier
 from radix import HASH_NBYTES, BlockHash, Match, Pin
 
 BACKGROUND_NBYTES_MAX = 64 << 20
+BACKGROUND_SHARE_MAX = 0.25  # of memory, where that is less
 OBSERVED_MS_MIN = 2.0
 
 
@@ -53,32 +54,47 @@ class Loads:
         self._last_id = 0
         self._transfers: list[LoadBlocks] = []
         self._background: deque[LoadBlocks] = deque()  # waits until no engine waits
+        self._background_nbytes_max = min(
+            BACKGROUND_NBYTES_MAX, int(memory.pool.capacity_nbytes * BACKGROUND_SHARE_MAX)
+        )
         self._num_waited_for = 0  # blocks that a lease waits for
         self._busy_since_ms = 0.0
         self._moved_nbytes = 0
         self.queued_nbytes = 0
+        self.num_ended = 0  # blocks whose load has ended, in whatever way
 
     @property
     def pins(self) -> list[tuple[Pin, Pin]]:
         """Query. (memory, disk) of each load."""
         return [(load.memory_pin, load.disk_pin) for load in self._loads.values()]
 
-    def is_background_full(self) -> bool:
-        """Query. Whether what nobody waits for has its share of memory already."""
-        queued = sum(load.num_left * load.entry.spec.slot_nbytes for load in self._loads.values() if load.background)
-        return queued >= BACKGROUND_NBYTES_MAX
+    def hurry(self, slots: array[int]) -> None:
+        """Changes state. Somebody waits for these blocks of memory now: loads in the background that bring them
+        are in the background no more, or they would wait as long as anybody waits for something else."""
+        wanted = set(slots)
+        for load_id, load in self._loads.items():
+            if load.background and not wanted.isdisjoint(block.memory_slot for block in load.blocks):
+                load.background = False
+                self._num_waited_for += load.num_left
+                for transfer in [each for each in self._background if each.id == load_id]:
+                    self._background.remove(transfer)
+                    self._transfers.append(transfer)
 
     def promote(
         self, entry: SpecEntry, match: Match, blocks_max: int, now_ms: float, *, background: bool
     ) -> Promoted | None:
         """Changes state. Bring up what memory lacks of a chain found in the lower tier: as many blocks as find room.
 
-        `match` is fresh. `blocks_max`: of the chain, those in memory included. None: nothing can be brought up.
+        `match` is fresh. `blocks_max`: of the chain, those in memory included. None: nothing can be brought up. What
+        comes in the background has a share of memory.
         """
         pin, hashes, slots = self._pin_readable(entry, match, blocks_max)
         num_blocks, short = len(slots), bool(slots) and pin.node.short
         start = self._memory.match(entry.root, hashes).num_blocks
-        taken = self._reserve(entry, hashes, num_blocks - start)
+        wanted = num_blocks - start
+        if background:
+            wanted = min(wanted, self._background_room(entry.spec.slot_nbytes))
+        taken = self._reserve(entry, hashes, wanted)
         num_blocks, short = start + len(taken), short and start + len(taken) == num_blocks
         hashes = hashes[: num_blocks * HASH_NBYTES]
         blocks = self._insert(entry, hashes, start, slots, taken, short) if taken else ()
@@ -103,6 +119,7 @@ class Loads:
             self._memory.remove(load.memory_pin, load.start + index)
             self._disk.remove(load.disk_pin, load.start + index)
         del self.arriving_from[block.memory_slot]
+        self.num_ended += 1
         self._measure(load, now_ms)
         load.num_left -= 1
         if not load.num_left:
@@ -115,6 +132,11 @@ class Loads:
         if not self._num_waited_for and self._background:
             transfers.append(self._background.popleft())
         return transfers
+
+    def _background_room(self, slot_nbytes: int) -> int:
+        """How many more blocks may come up though nobody waits for them."""
+        queued = sum(load.num_left * load.entry.spec.slot_nbytes for load in self._loads.values() if load.background)
+        return (self._background_nbytes_max - queued) // slot_nbytes
 
     def _pin_readable(self, entry: SpecEntry, match: Match, blocks_max: int) -> tuple[Pin, bytes, array[int]]:
         """The leading blocks that are written already, pinned; they may be none."""
@@ -131,9 +153,7 @@ class Loads:
         """Slots for as many of the missing blocks as there is room for."""
         if wanted <= 0:
             return array("I")
-        parent = self._memory.pin(
-            self._memory.match(entry.root, hashes)
-        )  # making room must not take what we go on from
+        parent = self._memory.pin(self._memory.match(entry.root, hashes))  # room must not be made of what we go on from
         slot_nbytes = entry.spec.slot_nbytes
         taken = self._memory.reserve(slot_nbytes, wanted)
         if taken is None:

@@ -21,7 +21,7 @@ from kvstore.core.stats import Stats
 from kvstore.core.tier import Tier
 from kvstore.core.writes import Writes
 from kvstore.spec import KVSpec
-from radix import HASH_NBYTES, LoadedBlocks, Match, Pin
+from radix import HASH_NBYTES, BlockHash, LoadedBlocks, Match, Pin
 
 QUEUE_SHARE = 0.25  # of host memory: what blocks may take that wait to be written
 QUEUE_SHARE_BACK, HOLD_SHARE_BACK = 0.7, 0.5  # write-back: as much may be held back, so that the rest is clean or free
@@ -50,6 +50,7 @@ class LowerTier:
         self.num_extents_lost = 0
         self._row_symbols_of = row_symbols_of
         self._writes: Writes | None = None
+        self._served: set[BlockHash] = set()  # roots of specs whose blocks fit here
         self._memory_symbols_of: Callable[[int], bytes] = row_symbols_of
         states = np.zeros(num_extents * SLOTS_PER_EXTENT_MAX, np.uint8)
         self.tier = Tier(extent_nbytes, np.zeros(num_extents, np.uint64), states, self.symbols_of)
@@ -95,12 +96,17 @@ class LowerTier:
 
     def add_spec(self, entry: SpecEntry) -> None:
         """Changes state. Blocks too large for an extent of this medium stay in memory."""
-        if entry.spec.slot_nbytes <= self.tier.pool.extent_nbytes:
-            self.tier.add_spec(entry.root, entry.spec.slot_nbytes)
+        slot_nbytes = entry.spec.slot_nbytes
+        known = self.tier.tree.roots.get(entry.root)
+        if known is not None and known.group != slot_nbytes:
+            return  # the medium's table of slot sizes is damaged: nothing of this spec can be right there
+        if slot_nbytes <= self.tier.pool.extent_nbytes:
+            self.tier.add_spec(entry.root, slot_nbytes)
+            self._served.add(entry.root)
 
     def serves(self, entry: SpecEntry) -> bool:
         """Query."""
-        return entry.root in self.tier.tree.roots
+        return entry.root in self._served
 
     def symbols_of(self, slot: int) -> bytes:
         """Query. Block symbols of a block here, also of one that is still being written."""
@@ -114,9 +120,7 @@ class LowerTier:
     def promote(
         self, entry: SpecEntry, match: Match, blocks_max: int, now_ms: float, *, background: bool
     ) -> Promoted | None:
-        """Changes state. See Loads.promote; nothing in the background once that has its share of memory."""
-        if background and self.loads.is_background_full():
-            return None
+        """Changes state. See Loads.promote."""
         return self.loads.promote(entry, match, blocks_max, now_ms, background=background)
 
     def loaded(self, load_id: int, index: int, outcome: Outcome, now_ms: float) -> None:
@@ -125,6 +129,8 @@ class LowerTier:
 
     def forget(self, entry: SpecEntry, hashes: bytes) -> None:
         """Changes state. The last block of this chain, with all that follows it, if it is here."""
+        if not self.serves(entry):
+            return
         number = len(hashes) // HASH_NBYTES - 1
         match = self.tier.match(entry.root, hashes)
         if match.num_blocks > number:

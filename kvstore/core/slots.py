@@ -60,7 +60,9 @@ class SlotPool:
         self._withdrawn: set[int] = set()
 
     def add_extent(self, extent: int) -> None:
-        """Changes state. An extent whose memory is there now."""
+        """Changes state. An extent whose memory is there now; nothing where its medium has failed meanwhile."""
+        if extent in self._withdrawn:
+            return
         assert not self._class_of[extent] and extent not in self._unassigned
         self._unassigned.append(extent)
 

@@ -9,6 +9,7 @@ A slot's life:   free ── reserve ──> reserved ── commit ──> cach
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -30,6 +31,7 @@ from radix import HASH_NBYTES, HashKind, Match, Pin, block_symbols_of, common_to
 SESSIONS_MAX = 1024
 SESSION_ID_SHIFT = 15  # generations are nanoseconds: 33 us apart, ids differ, and they fit 47 bits until the year 2116
 SPECS_MAX = 65536
+WAITS_MAX = 4096
 QUARANTINE_MS = 10_000.0
 DISCARD_REASONS = ("header",)
 NO_KEYS_DIGEST = keys_digest(())
@@ -70,13 +72,6 @@ class Grant(NamedTuple):
     available: int
 
 
-class _Chain(NamedTuple):
-    """A chain that is in memory or on its way, and the tokens of a prompt that it holds."""
-
-    hashes: bytes
-    num_tokens: int
-
-
 class _Wait(NamedTuple):
     lease: Lease | None  # None: it has ended
     blocks: int
@@ -113,6 +108,11 @@ class Store:
         self._takeover: Takeover | None = None
         self._loading: list[Lease] = []
         self._waits: dict[int, _Wait] = {}
+        self._answers: list[tuple[int, Progress]] = []  # to callers who need not wait
+        self._wait_due_ms = math.inf  # not after the first of them
+        self._changes = 0  # of what loads and waits are judged by, apart from blocks that came
+        self._changes_told = self._changes_reviewed = self._changes_timed = 0
+        self._cut_due_ms = math.inf
         self._session_nbytes_max = int(self.capacity_nbytes * session_share)
         self._checksums = checksums
         self._specs: list[SpecEntry] = []
@@ -165,14 +165,16 @@ class Store:
         session = self._sessions.pop(session_id, None)
         if session is None:
             return
-        for lease_id in list(session.leases):
+        slots = array("I")
+        for lease_id, lease in list(session.leases.items()):
             self._end_lease(session, lease_id)
+            slots += lease.private
         for reservation_id in list(session.reservations):
-            slots = self._end_reservation(session, reservation_id)
-            if quarantine:
-                self._quarantine.append((now_ms + QUARANTINE_MS, slots))
-            else:
-                self.memory.give_back(slots)
+            slots += self._end_reservation(session, reservation_id)
+        if quarantine:
+            self._quarantine_later(slots, now_ms)
+        else:
+            self.memory.let_go(slots)
         self._free_numbers.insert(0, session.number)  # the number last in line for reuse
         self.stats.sessions_closed += 1
         self.stats.sessions_died += died
@@ -193,6 +195,8 @@ class Store:
         # Salted names must not be forgeable, and XXH3 collisions can be made at will.
         kind = HashKind.SHA256 if spec.tenant_salt else HashKind.XXH3
         entry = SpecEntry(len(self._specs), spec, root_hash(spec.fingerprint, kind), kind)
+        if not self.memory.can_add_spec(entry.root, spec.slot_nbytes):
+            raise SpecMismatch("blocks of this spec were found in slots of another size: the slab is damaged")
         self.memory.add_spec(entry.root, spec.slot_nbytes)
         if self.lower is not None:
             self.lower.add_spec(entry)
@@ -216,11 +220,7 @@ class Store:
     def find(self, spec_id: int, query: Query) -> int:
         """Query. Tokens cached now, in whatever tier; no pin, no promise."""
         entry = self.spec(spec_id)
-        return max(
-            _num_tokens(entry, query, match.num_blocks) + match.partial_tokens
-            for match in self._matches(entry, query)
-            if match is not None
-        )
+        return max(_tokens_of(entry, query, match) for match in self._matches(entry, query) if match is not None)
 
     def acquire(self, session_id: int, spec_id: int, lease_id: int, query: Query) -> Acquisition:
         """Changes state. Match, pin and begin to bring up what is only below, in one step.
@@ -252,23 +252,35 @@ class Store:
         At `until_ms` at the latest. `token`: the caller's, not in use.
         """
         lease = self.session(session_id).leases.get(lease_id)
-        self._waits[token] = _Wait(lease, blocks, until_ms)
+        wait = _Wait(lease, blocks, until_ms)
+        progress = self._told(wait)
+        if progress is None and len(self._waits) < WAITS_MAX:
+            self._waits[token] = wait
+            self._wait_due_ms = min(self._wait_due_ms, until_ms)
+        else:
+            self._answers.append((token, progress or NOTHING._replace(final=False)))
 
     def take_progress(self) -> list[tuple[int, Progress]]:
         """Changes state. What waiting callers can be told now."""
-        told = []
+        told, self._answers = self._answers, []
+        if self._changes_told == self._num_changes and self.now_ms < self._wait_due_ms:
+            return told  # many may wait, and most messages change nothing for them
+        self._changes_told = self._num_changes
         for token, wait in list(self._waits.items()):
-            progress = NOTHING if wait.lease is None else self._progress(wait.lease)
-            if progress.final or progress.ready >= wait.blocks or self.now_ms >= wait.until_ms:
+            progress = self._told(wait)
+            if progress is not None:
                 told.append((token, progress))
                 del self._waits[token]
+        self._wait_due_ms = min((wait.until_ms for wait in self._waits.values()), default=math.inf)
         return told
 
     def release(self, session_id: int, lease_ids: Iterable[int]) -> None:
         """Changes state. Ends leases; unknown ids are no error, since a miss leaves no lease behind."""
         session = self.session(session_id)
         for lease_id in lease_ids:
-            self._end_lease(session, lease_id)
+            lease = self._end_lease(session, lease_id)
+            if lease is not None:
+                self.memory.let_go(lease.private)
 
     def discard(self, session_id: int, lease_id: int, block: int, reason: str) -> None:
         """Changes state. A reader found a leased block wrong: it and all that depends on it leave the tier."""
@@ -276,6 +288,7 @@ class Store:
         self.stats.discards[reason if reason in DISCARD_REASONS else "other"] += 1
         if lease is None or lease.entry is None or block >= lease.pins[0].num_slots:
             return
+        self._changes += 1
         (pin,) = lease.pins
         if self.lower is not None and self._symbols(_slot_at(lease.slots, block)):
             # Its header is whole, so another block has this name: neither may be served, in no tier.
@@ -337,6 +350,7 @@ class Store:
         short = reservation.short and not dropped
         self.memory.unpin(reservation.parent)  # nothing is evicted before the insert, and only a free run may grow
         inserted = self.memory.insert(entry.root, hashes, reservation.start, slots, short=short)
+        self._changes += 1  # a short block that gave way may have been on its way up
         self._count_commit(entry, inserted.inserted, len(inserted.unused))
         sum_id = None
         unused = array("I", inserted.unused) + dropped
@@ -363,6 +377,7 @@ class Store:
     def clear(self, spec_id: int) -> None:
         """Changes state. Forget every block of a spec, in every tier."""
         entry = self.spec(spec_id)
+        self._changes += 1
         self.memory.clear(entry.root)
         if self.lower is not None and self.lower.serves(entry):
             self.lower.tier.clear(entry.root)
@@ -373,6 +388,7 @@ class Store:
             self.stats.prefill_tokens += prefill_tokens
             self.stats.prefill_ms += prefill_ms
             self.prefill_of(self.spec(spec_id)).observe(prefill_tokens, prefill_ms)
+            self._changes += 1
         if ttft_ms is not None:
             self.stats.ttft_reports += 1
             self.stats.ttft_ms += ttft_ms
@@ -386,7 +402,7 @@ class Store:
     def take_over(self, legacies: Iterable[Legacy], strangers: Iterable[int]) -> int:
         """Changes state. Go on with what an earlier daemon held in the same slab: see Takeover. How many blocks."""
         self._takeover = Takeover(self.memory, legacies, strangers)
-        self._quarantine_unclaimed()
+        self._quarantine_later(self._takeover.unclaimed(), self.now_ms)
         return self._takeover.num_blocks
 
     @property
@@ -399,14 +415,15 @@ class Store:
         session = self.session(session_id)
         for number, slots in holds:
             _require_unused(number, session.leases)
+            _require_unused(number, session.reservations)
             if self._takeover is not None:
                 self._carry(session, self._takeover, number, slots)
 
-    def account_for(self, number: int) -> None:
+    def account_for(self, number: int, now_ms: float) -> None:
         """Changes state. An earlier daemon's session has carried over what it holds, or is dead."""
         if self._takeover is not None:
             self._takeover.account_for(number)
-            self._quarantine_unclaimed()
+            self._quarantine_later(self._takeover.unclaimed(), now_ms)
 
     def add_lower(self, lower: LowerTier) -> None:
         """Changes state. A tier below memory, filled with what its medium held."""
@@ -431,19 +448,18 @@ class Store:
 
     def next_deadline_ms(self) -> float | None:
         """Query. When `on_time` has something to do."""
-        times = [wait.until_ms for wait in self._waits.values()]
+        times = [self._wait_due_ms] if self._waits else []
         if self._quarantine:
             times.append(self._quarantine[0][0])
         if self.lower is not None:
-            cuts = [self._cut_ms(lease) for lease in self._loading]
-            times += [time for time in (*cuts, self.lower.next_deadline_ms()) if time is not None]
+            times += [time for time in (self._next_cut_ms(), self.lower.next_deadline_ms()) if time is not None]
         return min(times, default=None)
 
     def on_time(self, now_ms: float) -> None:
         """Changes state. It is later: quarantines end, and loads that fell behind recomputing are given up."""
         self.now_ms = now_ms
         while self._quarantine and self._quarantine[0][0] <= now_ms:
-            self.memory.give_back(self._quarantine.popleft()[1])
+            self.memory.let_go(self._quarantine.popleft()[1])
         if self._loading:
             self._review_loading()
 
@@ -455,8 +471,8 @@ class Store:
             held += sum(reservation.nbytes for reservation in session.reservations.values())
             assert held == session.held_nbytes
         by_class = dict.fromkeys(self.memory.pool.classes, 0)
-        for entry, slots in self._reserved_slots():
-            by_class[entry] += len(slots)
+        for slot in self._reserved_slots():
+            by_class[self.memory.slot_nbytes_of(slot)] += self.memory.state_of(slot) != FAILED  # else a pin holds it
         for slot_nbytes, reserved in by_class.items():
             parked = self.memory.num_parked(slot_nbytes)
             assert self.memory.counts(slot_nbytes)[2] == reserved + parked, "a reserved slot has no owner"
@@ -474,24 +490,57 @@ class Store:
 
     def _matches(self, entry: SpecEntry, query: Query) -> tuple[Match, Match | None]:
         """What memory and the tier below know of a prompt."""
-        symbols_at = _symbols_at(entry, query)
-        match = _in_grains(entry, self.memory.match(entry.root, query.hashes, symbols_at))
+        match = self._match(entry, query)
         if self.lower is None or not self.lower.serves(entry):
             return match, None
-        return match, _in_grains(entry, self.lower.tier.match(entry.root, query.hashes, symbols_at))
+        below = self.lower.tier.match(entry.root, query.hashes, _symbols_at(entry, query))
+        return match, _in_grains(entry, below)
+
+    def _match(self, entry: SpecEntry, query: Query) -> Match:
+        return _in_grains(entry, self.memory.match(entry.root, query.hashes, _symbols_at(entry, query)))
 
     def _lease(self, session: Session, entry: SpecEntry, query: Query) -> Lease | None:
         if len(session.leases) >= LEASES_MAX:
             return None
         match, below = self._matches(entry, query)
-        num_tokens = _num_tokens(entry, query, match.num_blocks) + match.partial_tokens
-        loaded_from = None
-        if below is not None:
-            loaded = self._bring_up(session, entry, query, match, below)
-            if loaded is not None:
-                loaded_from = num_tokens
-                match = self.memory.match(entry.root, loaded.hashes)
-                num_tokens = loaded.num_tokens
+        if below is None or self.lower is None:
+            return self._lease_of(session, entry, match, _tokens_of(entry, query, match))
+        have, most = _tokens_of(entry, query, match), _tokens_of(entry, query, below)
+        self.lower.tier.touch(below)
+        if most <= have:
+            lease = self._lease_of(session, entry, match, have)
+            if below.num_blocks < match.num_blocks:  # used twice: worth a place below
+                hashes = query.hashes[: match.num_blocks * HASH_NBYTES]
+                self.lower.writes.write_later(entry, hashes, self.now_ms, used_twice=True)
+            return lease
+        wanted = below.num_blocks + (below.partial is not None) - match.num_blocks
+        plan = self.lower.choose(entry.spec, wanted, most - have, self.prefill_of(entry), self.now_ms)
+        if plan.num_blocks:
+            return self._lease_of_loaded(session, entry, query, match, below)
+        lease = self._lease_of(session, entry, match, have)  # first: it must not wait for what a probe brings
+        self._refuse(entry, below, match.num_blocks, plan.probe)
+        return lease
+
+    def _lease_of_loaded(
+        self, session: Session, entry: SpecEntry, query: Query, match: Match, below: Match
+    ) -> Lease | None:
+        """Bring up the chain that is below, and lease what of it memory has now."""
+        assert self.lower is not None
+        have, most = _tokens_of(entry, query, match), _tokens_of(entry, query, below)
+        wanted = below.num_blocks + (below.partial is not None)
+        room = min(wanted, self._room_for(session, entry, match))
+        promoted = self.lower.promote(entry, below, room, self.now_ms, background=False)
+        if promoted is not None:
+            num_tokens = min(most, promoted.num_blocks * entry.spec.block_tokens)
+            if num_tokens > have:
+                match = self.memory.match(entry.root, promoted.hashes)
+                return self._lease_of(session, entry, match, num_tokens, loaded_from=have)
+        match = self._match(entry, query)  # room may have been made in vain, of what was found before
+        return self._lease_of(session, entry, match, _tokens_of(entry, query, match))
+
+    def _lease_of(
+        self, session: Session, entry: SpecEntry, match: Match, num_tokens: int, loaded_from: int | None = None
+    ) -> Lease | None:
         num_blocks = match.num_blocks + (match.partial is not None)
         if not num_blocks:
             return None
@@ -509,31 +558,6 @@ class Store:
         )
         self._watch_load(entry, lease, loaded_from)
         return lease
-
-    def _bring_up(self, session: Session, entry: SpecEntry, query: Query, match: Match, below: Match) -> _Chain | None:
-        """The chain in the lower tier, on its way up, if it holds more of the prompt and that is worth the wait."""
-        assert self.lower is not None
-        lower, block_tokens = self.lower, entry.spec.block_tokens
-        have = _num_tokens(entry, query, match.num_blocks) + match.partial_tokens
-        most = _num_tokens(entry, query, below.num_blocks) + below.partial_tokens
-        lower.tier.touch(below)
-        if most <= have:
-            if below.num_blocks < match.num_blocks:  # used twice: worth a place below
-                lower.writes.write_later(
-                    entry, query.hashes[: match.num_blocks * HASH_NBYTES], self.now_ms, used_twice=True
-                )
-            return None
-        wanted = below.num_blocks + (below.partial is not None) - match.num_blocks
-        plan = lower.choose(entry.spec, wanted, most - have, self.prefill_of(entry), self.now_ms)
-        if not plan.num_blocks:
-            self._refuse(entry, below, match.num_blocks, plan.probe)
-            return None
-        room = self._room_for(session, entry, match)
-        promoted = lower.promote(entry, below, min(room, match.num_blocks + wanted), self.now_ms, background=False)
-        if promoted is None:
-            return None
-        num_tokens = min(most, promoted.num_blocks * block_tokens)
-        return _Chain(promoted.hashes, num_tokens) if num_tokens > have else None
 
     def _refuse(self, entry: SpecEntry, below: Match, have: int, probe: bool) -> None:
         """Recomputing is faster. `probe`: load a few blocks beside it, to see whether it still is."""
@@ -553,9 +577,14 @@ class Store:
         start = min(ready * entry.spec.block_tokens, lease.num_tokens) if loaded_from is None else loaded_from
         lease.loading = Loading(entry, self.now_ms, ready, max(1, lease.num_tokens - start))
         self._loading.append(lease)
+        self._changes += 1
+        if self.lower is not None:
+            self.lower.loads.hurry(slots[ready:])
         self.stats.tokens_loaded += lease.num_tokens - start
 
     def _progress(self, lease: Lease) -> Progress:
+        if lease.entry is None:
+            return NOTHING  # held since before a restart: what had not come by then will not
         slots = array("I", lease.slots)
         if lease.loading is None:
             return Progress(len(slots), True)
@@ -563,18 +592,41 @@ class Store:
         final = lease.loading.is_cut or ready == len(slots) or self.memory.state_of(slots[ready]) == FAILED
         return Progress(ready, final)
 
+    def _told(self, wait: _Wait) -> Progress | None:
+        """What a waiting caller can be told now."""
+        progress = NOTHING if wait.lease is None else self._progress(wait.lease)
+        is_told = progress.final or progress.ready >= wait.blocks or self.now_ms >= wait.until_ms
+        return progress if is_told else None
+
+    @property
+    def _num_changes(self) -> int:
+        return self._changes + (self.lower.loads.num_ended if self.lower is not None else 0)
+
     def _review_loading(self) -> None:
         """A lease whose load has ended, or that is better recomputed from here on, is not watched any more."""
+        cut_ms = self._next_cut_ms()
+        if self._changes_reviewed == self._num_changes and (cut_ms is None or self.now_ms < cut_ms):
+            return
+        self._changes_reviewed, self._changes_timed = self._num_changes, -1
         for lease in list(self._loading):
             until_ms = self._cut_ms(lease)
             assert lease.loading is not None
             if until_ms is not None and self.now_ms >= until_ms and not self._progress(lease).final:
                 lease.loading.is_cut = True
+                self._changes += 1
                 self.stats.loads_cut += 1
                 if self.lower is not None:
                     self.lower.gate.cut()
             if self._progress(lease).final:
                 self._loading.remove(lease)
+
+    def _next_cut_ms(self) -> float | None:
+        """When the first load falls behind recomputing. Asked at each turn, so it is kept while nothing changes."""
+        if self._changes_timed != self._num_changes:
+            self._changes_timed = self._num_changes
+            times = [self._cut_ms(lease) for lease in self._loading]
+            self._cut_due_ms = min((time for time in times if time is not None), default=math.inf)
+        return self._cut_due_ms if self._cut_due_ms < math.inf else None
 
     def _cut_ms(self, lease: Lease) -> float | None:
         """When a load falls behind recomputing if nothing more arrives."""
@@ -614,17 +666,19 @@ class Store:
             by_size.setdefault(lease.slot_nbytes, []).extend(lease.pins)
         return nbytes + sum(size * self.memory.distinct_blocks(pins) for size, pins in by_size.items())
 
-    def _end_lease(self, session: Session, lease_id: int) -> None:
+    def _end_lease(self, session: Session, lease_id: int) -> Lease | None:
+        """Its private slots are still held: the caller decides when they are let go."""
         lease = session.pop_lease(lease_id)
         if lease is None:
-            return
+            return None
         if lease.loading is not None:
             lease.loading.is_cut = True  # who waits for it hears so
+            self._changes += 1
             if lease in self._loading:
                 self._loading.remove(lease)
         for pin in lease.pins:
             self.memory.unpin(pin)
-        self.memory.give_back(lease.private)
+        return lease
 
     def _end_reservation(self, session: Session, reservation_id: int) -> array[int]:
         """The slots are still reserved: the caller decides when they are free."""
@@ -670,19 +724,16 @@ class Store:
         return self._generation
 
     def _carry(self, session: Session, takeover: Takeover, number: int, slots: bytes) -> None:
-        wanted = [slot for slot in array("I", slots) if slot < len(self._rows) and self.memory.is_used(slot)]
-        if not wanted:
+        size, wanted = self.memory.of_one_class(slots)
+        if size is None:
             return
-        size = self.memory.slot_nbytes_of(wanted[0])
-        pins, private = takeover.claim(slot for slot in wanted if self.memory.slot_nbytes_of(slot) == size)
+        pins, private = takeover.claim(wanted)
         if pins or private:
-            session.add_lease(number, Lease(size, None, pins, 0, slots, private))
+            session.add_lease(number, Lease(size, None, pins, 0, wanted.tobytes(), private))
 
-    def _quarantine_unclaimed(self) -> None:
-        assert self._takeover is not None
-        slots = self._takeover.unclaimed()
+    def _quarantine_later(self, slots: array[int], now_ms: float) -> None:
         if slots:
-            self._quarantine.append((self.now_ms + QUARANTINE_MS, slots))
+            self._quarantine.append((now_ms + QUARANTINE_MS, slots))
 
     def _lease_of_own(self, entry: SpecEntry, hashes: bytes, private: array[int]) -> Lease:
         pin = self.memory.pin(self.memory.match(entry.root, hashes))
@@ -710,17 +761,13 @@ class Store:
         self.stats.blocks_already += already
         self.stats.bytes_stored += stored * entry.spec.block_nbytes
 
-    def _reserved_slots(self) -> Iterable[tuple[int, array[int]]]:
+    def _reserved_slots(self) -> set[int]:
+        """Slots that somebody holds beside the tree; after a takeover it may be several."""
+        held = set(self._takeover.reserved) if self._takeover is not None else set()
         for session in self._sessions.values():
-            for reservation in session.reservations.values():
-                yield reservation.entry.spec.slot_nbytes, reservation.slots
-            for lease in session.leases.values():
-                yield lease.slot_nbytes, lease.private
-        for _, slots in self._quarantine:
-            for slot in slots:  # of any class, after a takeover
-                yield self.memory.slot_nbytes_of(slot), array("I", (slot,))
-        for slot in self._takeover.reserved if self._takeover is not None else ():
-            yield self.memory.slot_nbytes_of(slot), array("I", (slot,))
+            held.update(*(reservation.slots for reservation in session.reservations.values()))
+            held.update(*(lease.private for lease in session.leases.values()))
+        return held.union(*(slots for _, slots in self._quarantine))
 
 
 def _symbols_at(entry: SpecEntry, query: Query) -> Callable[[int], bytes]:
@@ -756,6 +803,11 @@ def _require_unused(number: int, others: Container[int]) -> None:
     """Query. A lease and a reservation of one id would meet when a commit makes one of the other."""
     if number in others:
         raise KVStoreError(f"id {number} is in use in this session")
+
+
+def _tokens_of(entry: SpecEntry, query: Query, match: Match) -> int:
+    """Tokens of a query that a match covers."""
+    return _num_tokens(entry, query, match.num_blocks) + match.partial_tokens
 
 
 def _num_tokens(entry: SpecEntry, query: Query, num_blocks: int) -> int:

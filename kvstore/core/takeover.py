@@ -3,6 +3,9 @@
 They may read any slot that was sealed, and write any that was reserved, whatever this daemon knows of it. So until
 each of them has been accounted for (it said hello and named what it holds, or it is dead), the tier is parking: what
 becomes free is not reused, and nothing is evicted. Slots that were free are free.
+
+What a client names is pinned where it is a block that can be found. All else is kept: reserved slots, blocks that left
+the tree, before the restart or after it. Several may name the same slot; it is free once all of them have let it go.
 """
 
 from __future__ import annotations
@@ -11,7 +14,9 @@ from array import array
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from kvstore.core.tier import Tier
+import numpy as np
+
+from kvstore.core.tier import ARRIVING, FAILED, FREE, SEALED, Tier
 from radix import LoadedBlocks, Pin
 
 
@@ -32,6 +37,7 @@ class Takeover:
         self.reserved: set[int] = set()
         self._memory = memory
         self._strangers = set(strangers)
+        self._parked: set[int] = set()
         memory.parking = bool(self._strangers)
         for legacy in legacies:
             self.num_blocks += memory.adopt(legacy.slot_nbytes, legacy.blocks, legacy.reserved)
@@ -42,29 +48,27 @@ class Takeover:
         """Query. Sessions that have yet to be accounted for."""
         return set(self._strangers)
 
-    def claim(self, slots: Iterable[int]) -> tuple[tuple[Pin, ...], array[int]]:
-        """Changes state. What a client says it still holds: pins on what is cached, and its reserved slots.
+    def claim(self, slots: array[int]) -> tuple[tuple[Pin, ...], array[int]]:
+        """Changes state. What a client says it still holds: pins on what can be found, and what is kept for it.
 
         Slots that are neither are ignored: the client held them under an even older daemon, or is mistaken.
         """
-        pins: list[Pin] = []
+        states = self._memory.states_of(slots)
+        numbers = np.frombuffer(slots, np.uint32) if slots else np.empty(0, np.uint32)
+        is_block = (states == SEALED) | (states == ARRIVING)
         private = array("I")
-        covered: set[int] = set()
-        for slot in reversed(list(slots)):
-            if slot in self.reserved:
-                self.reserved.remove(slot)
+        for slot in dict.fromkeys(numbers[~is_block & (states != FREE)].tolist()):
+            if self._keep(slot):
                 private.append(slot)
-            elif slot not in covered and (pin := self._memory.tree.pin_slot(slot)) is not None:
-                pins.append(pin)
-                covered.update(self._memory.tree.path_slots(pin))
-        return tuple(pins), private
+        return self._pins(numbers[is_block].tolist()), private
 
     def account_for(self, number: int) -> None:
         """Changes state. This session has said what it holds, or its process is dead."""
         self._strangers.discard(number)
         if not self._strangers and self._memory.parking:
             self._memory.parking = False
-            self._memory.unpark(self._memory.take_parked())
+            self._memory.unpark(array("I", sorted(self._parked)) + self._memory.take_parked())
+            self._parked.clear()
 
     def unclaimed(self) -> array[int]:
         """Changes state. Reserved slots that nobody claimed, once nobody is left who could."""
@@ -72,3 +76,26 @@ class Takeover:
             return array("I")
         slots, self.reserved = array("I", self.reserved), set()
         return slots
+
+    def _pins(self, slots: list[int]) -> tuple[Pin, ...]:
+        """A chain's last block holds all of it, so one pin is enough where it is whole."""
+        tree, pins, covered = self._memory.tree, [], set[int]()
+        while slots:
+            slot = slots.pop()
+            if slot not in covered and (pin := tree.pin_slot(slot)) is not None:
+                pins.append(pin)
+                covered.update(tree.path_slots(pin))
+        return tuple(pins)
+
+    def _keep(self, slot: int) -> bool:
+        if not self._memory.is_kept(slot):
+            self._parked.update(self._memory.take_parked())
+            if slot in self._parked:
+                self._parked.remove(slot)
+                self._memory.reserve_parked(slot)
+            elif slot in self.reserved:
+                self.reserved.remove(slot)
+            elif self._memory.state_of(slot) != FAILED:
+                return False
+        self._memory.keep(slot)
+        return True

@@ -256,6 +256,8 @@ class Tier:
         if missing <= 0:
             return True
         enough = missing <= self.tree.num_evictable(slot_nbytes)
+        if not enough and self._num_parked.total():
+            return True  # an extent drained before may be on its way: no further one before that is seen
         if self._should_look(slot_nbytes, enough) and self._drain_colder(slot_nbytes, enough):
             return True
         evicted = self._evict(slot_nbytes, missing)

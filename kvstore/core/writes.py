@@ -41,12 +41,14 @@ class _Item:
     nbytes: int
     queued_ms: float
     sum_id: int | None  # sums that have yet to be made
+    is_broken: bool = False  # a block of it could not be written: nor will those after it
 
 
 @dataclass(slots=True)
 class _Part:
     """A chain's blocks in one group."""
 
+    item: _Item
     memory_pin: Pin
     disk_pin: Pin
     blocks: list[WrittenBlock]
@@ -56,6 +58,7 @@ class _Part:
 class _Group:
     parts: list[_Part]
     deletes: array[int]
+    nbytes: int  # of the blocks
 
 
 class Writes:
@@ -67,6 +70,7 @@ class Writes:
         """`hold_nbytes`: so much may wait without being written: 0 is write-through, more is write-back."""
         self.writing_from: dict[int, int] = {}  # disk slot -> memory slot
         self.queued_nbytes = 0
+        self.writing_nbytes = 0
         self._memory = memory
         self._disk = disk
         self._budget = budget
@@ -106,7 +110,8 @@ class Writes:
         if not fresh:
             return
         missing, nbytes = len(fresh), len(fresh) * entry.spec.slot_nbytes
-        is_full = self.queued_nbytes > 0 and self.queued_nbytes + nbytes > self._queue_nbytes_max  # one always fits
+        pinned = self.queued_nbytes + self.writing_nbytes
+        is_full = pinned > 0 and pinned + nbytes > self._queue_nbytes_max  # one always fits
         if is_full or now_ms < self._paused_until_ms:
             self._stats.writes_dropped["full" if is_full else "paused"] += missing
             return
@@ -171,6 +176,7 @@ class Writes:
     def committed(self, group_id: int, failed: frozenset[int], ok: bool, now_ms: float) -> None:
         """Changes state. A group has ended. `failed`: disk slots whose block is not there; not `ok`: none is."""
         group = self._groups.pop(group_id)
+        self.writing_nbytes -= group.nbytes
         for part in group.parts:
             self._end_part(part, failed, ok)
         if ok:
@@ -211,13 +217,14 @@ class Writes:
     def _take_part(self, item: _Item, room_nbytes: int, *, stuck: bool) -> tuple[_Part | None, bool]:
         """A chain's next blocks that find room in the lower tier and in the group, and whether that is all of it."""
         entry, disk, slot_nbytes = item.entry, self._disk, item.entry.spec.slot_nbytes
-        total = len(item.hashes) // HASH_NBYTES
+        total = self._memory.num_sealed(self._memory.tree.path_slots(item.pin))  # not what is still on its way up
         match = disk.match(entry.root, item.hashes)
-        if item.pin.node.detached or match.num_blocks == total:
+        done = match.num_blocks
+        if item.is_broken or item.pin.node.detached or done >= total:
             return None, True
-        disk.touch(match)
-        can_be = disk.make_room_later(slot_nbytes, total - match.num_blocks)
-        done = disk.match(entry.root, item.hashes).num_blocks  # making room may have taken some of it
+        above = disk.pin(match)  # room must not be made of what it goes on from
+        can_be = disk.make_room_later(slot_nbytes, total - done)
+        disk.unpin(above)
         count = min(total - done, disk.pool.num_free(slot_nbytes), max(1, room_nbytes // slot_nbytes))
         if not count:
             if not can_be and stuck:
@@ -247,14 +254,16 @@ class Writes:
             if slot not in unused
         ]
         memory_pin = self._memory.pin(self._memory.match(entry.root, hashes))
-        return _Part(memory_pin, disk.pin(disk.match(entry.root, hashes)), blocks)
+        return _Part(item, memory_pin, disk.pin(disk.match(entry.root, hashes)), blocks)
 
     def _begin(self, parts: list[_Part], parked: array[int]) -> WriteGroup:
         self._last_id += 1
-        self._groups[self._last_id] = _Group(parts, parked)
         blocks = tuple(block for part in parts for block in part.blocks)
+        nbytes = sum(block.slot_nbytes for block in blocks)
+        self._groups[self._last_id] = _Group(parts, parked, nbytes)
         self._is_writing = bool(blocks)
-        self.bytes_ever += sum(block.slot_nbytes for block in blocks)
+        self.writing_nbytes += nbytes
+        self.bytes_ever += nbytes
         facts = {"bytes_written": self.bytes_ever, "budget_level": self._budget.level_nbytes}
         return WriteGroup(self._last_id, self._last_id, blocks, parked, facts)
 
@@ -266,6 +275,7 @@ class Writes:
         self._stats.blocks_written += len(there)
         self._stats.bytes_written += sum(block.slot_nbytes for block in part.blocks[: len(there)])
         if len(there) < len(part.blocks):
+            part.item.is_broken = True
             self._stats.writes_dropped["io"] += len(part.blocks) - len(there)
             self._disk.remove(part.disk_pin, part.blocks[len(there)].number)
         self._disk.unpin(part.disk_pin)

@@ -1,16 +1,23 @@
-"""What an earlier daemon left in a slab: read from its slot table and the headers, for a new one to go on with."""
+"""What an earlier daemon left in a slab: read from its slot table and the headers, for a new one to go on with.
+
+The tables have no checksums. What contradicts itself there, or the headers, is damage, and then nothing is gone on
+with: where slots begin and end could be wrong, so that one block's bytes would be written over another's.
+"""
 
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.layout import (
     BLOCK_TOKENS_MAX,
+    HEADER_NBYTES,
     MAGIC,
     NBYTES_OFFSET,
+    PAGE_NBYTES,
     STATE_OFFSET,
     TOKENS_OFFSET,
     VERSION,
@@ -18,22 +25,69 @@ from kvstore.core.layout import (
 )
 from kvstore.core.slots import SLOT_NBYTES_MIN, SLOTS_PER_EXTENT_MAX
 from kvstore.core.takeover import Legacy
-from kvstore.core.tier import FREE, SEALED
+from kvstore.core.tier import FAILED, FREE, SEALED
 from kvstore.media.memory import Slab
 from radix import LoadedBlocks
 
 # The start of a header page, as layout.py draws it.
 _HEAD = np.dtype(
     {
-        "names": ["magic", "version", "num_tokens", "fingerprint", "hash", "parent", "number"],
-        "formats": ["S8", "<u4", "<u4", "V32", "V16", "V16", "<u4"],
-        "offsets": [0, 8, 12, 16, 48, 64, 100],
+        "names": ["magic", "version", "num_tokens", "fingerprint", "hash", "parent", "number", "nbytes"],
+        "formats": ["S8", "<u4", "<u4", "V32", "V16", "V16", "<u4", "<u8"],
+        "offsets": [0, 8, 12, 16, 48, 64, 100, NBYTES_OFFSET],
         "itemsize": STATE_OFFSET,
     }
 )
 _RAW = np.dtype((np.void, STATE_OFFSET))
 _FIELDS = list(_HEAD.names or ())
 _HEAD_FIELDS = np.dtype([(name, _HEAD[name]) for name in _FIELDS])
+
+
+def are_sound(slab: Slab) -> bool:
+    """Query. Whether the tables agree with themselves, and slot sizes with the blocks."""
+    sizes, ready = slab.tables.extents.tolist(), slab.extents_ready
+    if any(sizes[ready:]) or not all(_is_size(size, slab) for size in sizes if size):
+        return False
+    counts = [slab.geometry.extent_nbytes // size if size else 0 for size in sizes]
+    states = slab.tables.slots["state"].reshape(len(sizes), SLOTS_PER_EXTENT_MAX)
+    if any(row.max() > FAILED or row[count:].any() for row, count in zip(states, counts, strict=True)):
+        return False
+    extents = [extent for extent, size in enumerate(sizes) if size and (states[extent] == SEALED).any()]
+    return not extents or not _names_another_size(slab, extents)
+
+
+def _names_another_size(slab: Slab, extents: list[int]) -> bool:
+    """Whether no block is where it should be, or one is that should not fit so well.
+
+    A block that others of its spec follow is whole, so that its payload says how large its slot should be.
+    """
+    sizes = slab.tables.extents[extents].tolist()
+    heads = [slab.headers(extent, size, _HEAD) for extent, size in zip(extents, sizes, strict=True)]
+    states = slab.tables.slots["state"].reshape(-1, SLOTS_PER_EXTENT_MAX)[extents]
+    sealed = [row[: len(head)] == SEALED for row, head in zip(states, heads, strict=True)]
+    if any(at[1:].any() and not _has_magic(head[1:][at[1:]]) for head, at in zip(heads, sealed, strict=True)):
+        return True  # only the first slot is at the same place whatever its size
+
+    def column(name: str) -> npt.NDArray[Any]:
+        return np.concatenate([head[name][at] for head, at in zip(heads, sealed, strict=True)])
+
+    tokens, numbers, nbytes = column("num_tokens"), column("number"), column("nbytes")
+    _, spec = np.unique(column("fingerprint").view("S32"), return_inverse=True)
+    most, deepest = np.zeros(len(spec), np.uint32), np.zeros(len(spec), np.uint32)
+    np.maximum.at(most, spec, tokens)
+    np.maximum.at(deepest, spec, numbers)
+    size_of = np.repeat(np.array(sizes, np.uint64), [int(at.sum()) for at in sealed])
+    page = np.uint64(PAGE_NBYTES)
+    size_wanted = (nbytes // page + (nbytes % page > 0)) * page + np.uint64(HEADER_NBYTES)
+    odd = (tokens == most[spec]) & (deepest[spec] > 0) & (size_wanted != size_of)
+    if not odd.any():
+        return False
+    pages = [slab.headers(extent, size, _RAW)[at] for extent, size, at in zip(extents, sizes, sealed, strict=True)]
+    return any(_is_whole(page) for page in np.concatenate(pages)[odd].view(_HEAD))
+
+
+def _has_magic(heads: npt.NDArray[np.void]) -> bool:
+    return bool((heads["magic"] == MAGIC).any())
 
 
 def read_legacies(slab: Slab) -> list[Legacy]:
@@ -43,7 +97,7 @@ def read_legacies(slab: Slab) -> list[Legacy]:
 
 
 def _is_size(slot_nbytes: int, slab: Slab) -> bool:
-    return SLOT_NBYTES_MIN <= slot_nbytes <= slab.geometry.extent_nbytes
+    return SLOT_NBYTES_MIN <= slot_nbytes <= slab.geometry.extent_nbytes and slot_nbytes % PAGE_NBYTES == 0
 
 
 def _legacy(slab: Slab, slot_nbytes: int) -> Legacy:
@@ -56,7 +110,8 @@ def _legacy(slab: Slab, slot_nbytes: int) -> Legacy:
         pages = slab.headers(extent, slot_nbytes, _RAW)[is_sealed].view(_HEAD)  # a copy, the gaps between fields too
         slots.append(numbers[is_sealed])
         heads.append(pages[_FIELDS].astype(_HEAD_FIELDS))
-        sound.append(np.fromiter((_is_sound(page) for page in pages), np.bool_, len(pages)))
+        fits = pages["nbytes"] <= slot_nbytes - HEADER_NBYTES
+        sound.append(fits & np.fromiter((_is_whole(page) for page in pages), np.bool_, len(pages)))
         unusable.append(numbers[~is_sealed & (states != FREE)])
     sealed, is_sound = np.concatenate(slots), np.concatenate(sound)
     reserved = np.concatenate((*unusable, sealed[~is_sound]))
@@ -64,7 +119,7 @@ def _legacy(slab: Slab, slot_nbytes: int) -> Legacy:
     return Legacy(slot_nbytes, blocks, array("I", reserved.tobytes()))
 
 
-def _is_sound(head: np.void) -> bool:
+def _is_whole(head: np.void) -> bool:
     num_tokens, row = int(head["num_tokens"]), head.tobytes()
     if head["magic"] != MAGIC.rstrip(b"\0") or head["version"] != VERSION or num_tokens > BLOCK_TOKENS_MAX:
         return False

@@ -132,7 +132,8 @@ class Slab:
                 raise TierUnavailable(f"slab {path}: version {version}, this daemon writes version {VERSION}")
             if Geometry(*sizes) != geometry or os.fstat(fd).st_size != geometry.file_nbytes:
                 raise TierUnavailable(f"slab {path}: another memory.capacity, or cut short")
-            if ready > geometry.num_extents:
+            needed = geometry.data_offset + ready * geometry.extent_nbytes
+            if ready > geometry.num_extents or 512 * os.fstat(fd).st_blocks < needed:  # pages that are not there
                 raise TierUnavailable(f"slab {path}: damaged superblock")
             slab = cls(fd, geometry)
             undo.pop_all()

@@ -10,7 +10,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 from kvstore.clock import Clock, MonotonicClock
@@ -20,7 +21,8 @@ from kvstore.core.store import SESSIONS_MAX
 from kvstore.errors import ConfigInvalid, TierUnavailable
 from kvstore.media.disk import Disk
 from kvstore.media.folder import SlabFolder, default_folder, require_memory
-from kvstore.media.memory import Geometry, Slab
+from kvstore.media.legacy import are_sound
+from kvstore.media.memory import EPOCH_OFFSET, Geometry, Slab
 from kvstore.service.liveness import SessionsFile, Watched
 from kvstore.service.service import Service, geometry_for
 from transports.errors import AddressInUse, AddressInvalid, RemoteProtocolError
@@ -32,6 +34,7 @@ log = logging.getLogger("kvstore")
 SWEEP_MS = 1000.0
 STRANGERS_MS = 50.0  # while next to nothing may be reused because of them
 CONFIRM_MS = 5000.0  # a new session must hold its byte by then
+SECOND_NS, YEAR_NS = 10**9, 366 * 86400 * 10**9
 MESSAGES_PER_TURN_MAX = 256  # then completions and deaths have their turn
 
 
@@ -60,7 +63,7 @@ class Daemon:
     def _open_slab(self, config: Config, held: ExitStack) -> None:
         path = config.memory.path
         folder = SlabFolder(Path(path).absolute() if path else default_folder(config.address))
-        held.callback(folder.leave if config.memory.keep else folder.remove)
+        held.callback(folder.leave if config.memory.keep else partial(_give_up, folder))
         try:
             self._make_service(config, folder, held)
         except OSError as exc:
@@ -69,9 +72,18 @@ class Daemon:
     def _make_service(self, config: Config, folder: SlabFolder, held: ExitStack) -> None:
         self._sessions_file = SessionsFile(folder.sessions_path, SESSIONS_MAX)
         held.callback(self._sessions_file.close)
-        epoch = time.time_ns()
+        epoch = _epoch_after(folder.old_slab())
         disk = open_disk(config, held)
-        slab, self.slab_path = _take_slab(folder, geometry_for(config.memory.capacity), epoch)
+        with ExitStack() as undo:
+            slab, self.slab_path = _take_slab(folder, geometry_for(config.memory.capacity), epoch, undo)
+            self._serve_slab(config, slab, epoch, folder, disk, held)
+            undo.pop_all()
+
+    def _serve_slab(
+        self, config: Config, slab: Slab, epoch: int, folder: SlabFolder, disk: Disk | None, held: ExitStack
+    ) -> None:
+        """Sessions of an earlier daemon matter only where its slab lives on: to any other they hold nothing."""
+        is_new = slab.epoch == epoch
         self.service = Service(
             config,
             slab,
@@ -82,7 +94,7 @@ class Daemon:
             disk,
             self._watch,
             self._sessions_file.is_held,
-            [number for number in range(SESSIONS_MAX) if self._sessions_file.is_held(number)],
+            [number for number in range(SESSIONS_MAX) if not is_new and self._sessions_file.is_held(number)],
         )
         held.callback(self.service.close)
         slab.epoch = epoch  # last: from now on clients of the earlier daemon see that there is a new one
@@ -185,7 +197,7 @@ class Daemon:
                 self._end(session_id, quarantine=True)
         for number in self.service.store.strangers:
             if not self._sessions_file.is_held(number):
-                self.service.store.account_for(number)
+                self.service.store.account_for(number, now_ms)
         gc.collect(1)
         gc.freeze()  # nodes hold no garbage in cycles: a full collection of a million of them would stop the loop
 
@@ -209,18 +221,54 @@ class Daemon:
         watched.close()
 
 
-def _take_slab(folder: SlabFolder, geometry: Geometry, epoch: int) -> tuple[Slab, Path]:
-    """The slab that an earlier daemon left, if it can be gone on with; else a new one."""
+def _take_slab(folder: SlabFolder, geometry: Geometry, epoch: int, undo: ExitStack) -> tuple[Slab, Path]:
+    """The slab that an earlier daemon left, if it can be gone on with; else a new one, which `undo` removes."""
     path = folder.old_slab()
     if path is not None:
         try:
-            return Slab.take_over(path, geometry), path
-        except TierUnavailable as exc:
+            return _old_slab(path, geometry, epoch), path
+        except (TierUnavailable, OSError) as exc:
             log.warning("%s: starting with an empty one", exc)
+    _mark_as_left(folder, epoch)
     folder.remove_old_slabs()
     require_memory(geometry.file_nbytes, folder.path)
     path = folder.slab_path(epoch)
+    undo.callback(path.unlink, missing_ok=True)
     return Slab.create(folder.new_slab(epoch), geometry, epoch), path
+
+
+def _old_slab(path: Path, geometry: Geometry, epoch: int) -> Slab:
+    with ExitStack() as undo:
+        slab = Slab.take_over(path, geometry)
+        undo.callback(slab.close)
+        if slab.epoch >= epoch:  # see _epoch_after
+            raise TierUnavailable(f"slab {path}: damaged superblock")
+        if not are_sound(slab):
+            raise TierUnavailable(f"slab {path}: damaged tables")
+        undo.pop_all()
+    return slab
+
+
+def _epoch_after(path: Path | None) -> int:
+    """Above that of the daemon before, also where the clock was set back: no session id is ever used twice."""
+    now = time.time_ns()
+    before = 0
+    if path is not None:
+        with suppress(OSError), path.open("rb") as file:
+            before = int.from_bytes(os.pread(file.fileno(), 8, EPOCH_OFFSET), "little")
+    return max(now, before + SECOND_NS) if before < now + YEAR_NS else now
+
+
+def _mark_as_left(folder: SlabFolder, epoch: int) -> None:
+    """Clients that ask for nothing see by it that they have to look for another daemon."""
+    for path in folder.path.glob("slab-*"):
+        with suppress(OSError), path.open("r+b", buffering=0) as file:
+            os.pwrite(file.fileno(), epoch.to_bytes(8, "little"), EPOCH_OFFSET)
+
+
+def _give_up(folder: SlabFolder) -> None:
+    _mark_as_left(folder, 0)
+    folder.remove()
 
 
 def open_disk(config: Config, held: ExitStack) -> Disk | None:

@@ -43,6 +43,7 @@ class DiskMoves:
         self._movers = movers
         self._now_ms = now_ms
         self._failures: Counter[str] = Counter()  # in a row, per path
+        self._group_failure = ""  # why the last group failed; nothing if it did not
         self.num_failures = 0
 
     def load(self, transfer: LoadBlocks) -> None:
@@ -77,8 +78,11 @@ class DiskMoves:
             return Outcome.CORRUPT, f"slot {block.disk_slot} of the SSD does not hold what was written there"
         return Outcome.OK, ""
 
-    def _write_block(self, block: WrittenBlock, last_used: int) -> BlockRow | str:
-        """The row to commit, or why there is none. What is not sealed and summed never leaves memory."""
+    def _write_block(self, block: WrittenBlock, last_used: int) -> BlockRow | TierUnavailable | str:
+        """The row to commit; or why there is none: the medium's fault, or the block's own.
+
+        What is not sealed and summed never leaves memory.
+        """
         view = self._slab.slot(block.memory_slot, block.slot_nbytes)
         header = parse_header(bytes(view[:HEADER_NBYTES]))
         if header is None or header.identity.block_hash != block.block_hash or not header.rects:
@@ -86,7 +90,7 @@ class DiskMoves:
         try:
             self._disk.write(block.disk_slot, block.slot_nbytes, view)
         except TierUnavailable as exc:
-            return str(exc)
+            return exc
         identity = header.identity
         symbols = block_symbols_of(identity.tokens, identity.keys_start, identity.keys_digest)
         return BlockRow(
@@ -113,12 +117,12 @@ class DiskMoves:
         self._note(transfer.blocks[index].disk_slot, reason, counts=outcome is Outcome.IO)
         self._lower.loaded(transfer.id, index, outcome, self._now_ms())
 
-    def _written(self, run: _Run, block: WrittenBlock, result: BlockRow | str) -> None:
-        if isinstance(result, str):
-            self._note(block.disk_slot, result, counts=True)
-        else:
+    def _written(self, run: _Run, block: WrittenBlock, result: BlockRow | TierUnavailable | str) -> None:
+        if isinstance(result, BlockRow):
             self._note(block.disk_slot, "", counts=True)
             run.rows[block.disk_slot] = result
+        else:
+            self._note(block.disk_slot, str(result), counts=isinstance(result, TierUnavailable))
         run.num_left -= 1
         if not run.num_left:
             self._lower.writes.all_written()
@@ -132,8 +136,13 @@ class DiskMoves:
         )
 
     def _committed(self, run: _Run, failed: frozenset[int], reason: str) -> None:
+        if reason != self._group_failure:
+            if reason:
+                log.error("ssd: %s; blocks stay in memory only", reason)
+            else:
+                log.warning("ssd: blocks are written again")
+            self._group_failure = reason
         if reason:
-            log.error("ssd: %s; blocks stay in memory only", reason)
             self.num_failures += 1
             lost = self._disk.fail_unsound()
             if lost:
@@ -151,7 +160,7 @@ class DiskMoves:
         if not self._failures[path]:
             log.error("ssd: %s", reason)
         self._failures[path] += counts
-        if self._failures[path] == PATH_FAILURES_MAX:
+        if counts and self._failures[path] == PATH_FAILURES_MAX:
             log.error("ssd: disk.path=%s failed %d times in a row: going on without it", path, PATH_FAILURES_MAX)
             self._lower.lose_extents(self._disk.fail_path(slot))
 

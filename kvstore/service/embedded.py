@@ -46,6 +46,7 @@ class EmbeddedEndpoint:
         self._replies: SimpleQueue[bytes] = SimpleQueue()
         self._lock = threading.Lock()
         self._is_closing = False
+        self._wakes_ms = 0.0  # when the thread looks again though nothing woke it
         with ExitStack() as held:
             self._service = embedded_service(config, self._clock, held)
             self._held = held.pop_all()
@@ -57,6 +58,10 @@ class EmbeddedEndpoint:
             if not self._is_closing:
                 self._service.run_completions()
                 self._service.dispatch(decode(frame), self._keep)
+                due_ms = self._service.next_deadline_ms()
+                if due_ms is not None and due_ms < self._wakes_ms:
+                    self._wakes_ms = due_ms
+                    os.eventfd_write(self._service.movers.fd, 1)
 
     def receive(self, timeout_ms: float) -> bytes | None:
         try:
@@ -82,8 +87,10 @@ class EmbeddedEndpoint:
 
     def _wait_ms(self) -> float:
         with self._lock:
-            due_ms = self._service.next_deadline_ms()
-        return TURN_MS if due_ms is None else min(TURN_MS, max(0.0, due_ms - self._clock.now_ms()))
+            now_ms, due_ms = self._clock.now_ms(), self._service.next_deadline_ms()
+            wait_ms = TURN_MS if due_ms is None else min(TURN_MS, max(0.0, due_ms - now_ms))
+            self._wakes_ms = now_ms + wait_ms
+        return wait_ms
 
     def _keep(self, reply: Reply) -> None:
         self._replies.put(encode(reply))

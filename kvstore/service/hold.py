@@ -104,7 +104,7 @@ class Hold:
         """Changes state. The daemon has ended it already (a commit without living arrays)."""
         self._lends = False
         self._let_go = True
-        self.session.in_use.pop(self.number, None)
+        self.session.end(self.number)
 
     def returned(self, number: int) -> None:
         """Changes state. No array lives on this buffer any more."""
@@ -114,8 +114,7 @@ class Hold:
 
     def _end(self) -> None:
         self.session.lingering.discard(self)
-        carried = self._welcome is not self.session.welcome  # whatever it was, a restarted daemon keeps it as a lease
-        self.session.end(self.number, *((RESERVATION, LEASE) if carried else self._ends))
+        self.session.end(self.number, *self._ends)
 
 
 class _Lent(weakref.ref[Buffer]):

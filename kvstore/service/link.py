@@ -42,7 +42,7 @@ NOTICE_MS = 5.0  # a notice waits so long for the lock, then it is lost
 DEADLINE_MS_MAX = 1e7
 HELLO_MS = 1000.0
 LEASES_PER_NOTICE = 1024
-CARRY_NBYTES = 1 << 20
+CARRY_NBYTES = 1 << 18  # 65536 blocks: the daemon's loop is busy with them for a few milliseconds
 LEASE, RESERVATION = "lease", "reservation"
 
 
@@ -74,6 +74,7 @@ class Session:
     lock_fd: int | None  # of the sessions file; None in an embedded store
     attached: dict[bytes, Attached] = field(default_factory=dict)  # by the spec's fingerprint
     in_use: dict[int, Holding] = field(default_factory=dict)  # leases and reservations that have not ended
+    carried: set[int] = field(default_factory=set)  # whatever these were, a restarted daemon knows them as leases
     lingering: set[object] = field(default_factory=set)  # holds that wait for their arrays: nothing else keeps them
     ended_leases: deque[int] = field(default_factory=deque)  # ended here, not yet said: bounded by in_use's history
     ended_reservations: deque[int] = field(default_factory=deque)
@@ -91,10 +92,10 @@ class Session:
 
     def end(self, number: int, *kinds: str) -> None:
         """Changes state. Note the end of a LEASE, a RESERVATION, or whichever it is. Safe in a finaliser."""
-        self.in_use.pop(number, None)
+        self.in_use.pop(number, None)  # first: what `holds` finds after this is not told to anybody
         if RESERVATION in kinds:
             self.ended_reservations.append(number)
-        if LEASE in kinds:
+        if LEASE in kinds or number in self.carried:
             self.ended_leases.append(number)
 
     def say_what_ended(self, send: Callable[[wire.Message], bool]) -> None:
@@ -112,7 +113,8 @@ class Session:
     def holds(self) -> list[tuple[int, bytes]]:
         """Changes state. (number, slots) of all that is in use; what has no slots by now will never get any."""
         with self.guard:
-            holdings = list(self.in_use.items())
+            self.carried = set(self.in_use)  # first: see `end`, which may run anywhere at any moment
+            holdings = [(number, found) for number in self.carried if (found := self.in_use.get(number)) is not None]
             for _, holding in holdings:
                 holding.is_lost = not holding.slots
             return [(number, holding.slots) for number, holding in holdings if holding.slots]
@@ -417,7 +419,7 @@ class Link:
         if known and (reply.session, reply.epoch) == (session_id, epoch):
             return known
         if known and _goes_on_with(reply, known.welcome):
-            self._carry_over(known, reply, due_ms)
+            self._carry_over(known, reply)
             return known
         return self._new_session(reply, due_ms)
 
@@ -449,22 +451,26 @@ class Link:
             raise
         return session
 
-    def _carry_over(self, session: Session, welcome: wire.Welcome, due_ms: float) -> None:
+    def _carry_over(self, session: Session, welcome: wire.Welcome) -> None:
         """Go on under a daemon that goes on with our slab: it must know what we hold before it may reuse anything.
 
         So the old session's byte goes last. On any failure the old session is as before, and is tried again later.
+        Each message has its own deadline: however much is held, this ends.
         """
-        old, fd = session.id, hold_session(Path(welcome.sessions_path), welcome.session & 0xFFFF)
+        old, new, fd = session.id & 0xFFFF, welcome.session & 0xFFFF, None
         try:
+            fd = hold_session(Path(welcome.sessions_path), new)
             for holds in _batches(session.holds()):
-                self._demand(wire.Done, partial(_carry, welcome.session, holds), due_ms)
-            attached = self._attach_all(welcome.session, due_ms)
+                self._demand(wire.Done, partial(_carry, welcome.session, holds), self._due_ms(HELLO_MS))
+            attached = self._attach_all(welcome.session, self._due_ms(HELLO_MS))
         except KVStoreError:
-            let_session_go(fd, welcome.session & 0xFFFF)
+            if fd is not None and new != old:
+                let_session_go(fd, new)
             self._send(wire.Goodbye(welcome.session))
             raise
         session.welcome, session.attached = welcome, attached
-        let_session_go(fd, old & 0xFFFF)
+        if new != old:  # equal only if the old lock was lost
+            let_session_go(fd, old)
 
     def _attach_all(self, session_id: int, due_ms: float) -> dict[bytes, Attached]:
         """All our specs. One that this daemon does not take is a miss from now on; the others go on."""
@@ -532,7 +538,7 @@ class Link:
         """A client that asks for nothing must still say what it holds, or the new daemon may reuse next to nothing."""
         session = self.session
         if session.slab.epoch != session.welcome.epoch and not self._breaker.is_open and not self._gone:
-            self._trip("another daemon has taken over its slab")
+            self._trip("it has left the slab to another one")
 
     def _tend(self) -> None:
         if self._closed and not (self._breaker.is_open and self.session.in_use):

@@ -12,6 +12,7 @@ import fcntl
 import os
 import struct
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from kvstore.errors import DaemonUnavailable
@@ -58,7 +59,8 @@ def hold_session(path: Path, number: int) -> int:
 
 def let_session_go(fd: int, number: int) -> None:
     """Changes state. Unlock a session's byte."""
-    fcntl.lockf(fd, fcntl.LOCK_UN, 1, number, os.SEEK_SET)
+    with suppress(OSError):  # somebody closed the descriptor, and with it went the lock
+        fcntl.lockf(fd, fcntl.LOCK_UN, 1, number, os.SEEK_SET)
 
 
 def _descriptor(path: Path) -> int:

@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import logging
+import math
 import os
 import select
 from collections.abc import Callable, Iterable
@@ -39,6 +40,7 @@ log = logging.getLogger("kvstore")
 SPECS_LISTED_MAX = 64  # of status, the newest ones
 PROGRESS_MS = 2000.0
 FLUSH_MS = 5000.0
+ALLOCATE_AGAIN_MS = 5000.0
 FLUSH_TURN_MS = 50.0
 SenderPid = Callable[[], int | None]
 
@@ -123,6 +125,8 @@ class Service:
         self.blocks_taken_over = 0
         self._disk_moves: DiskMoves | None = None
         self._longest_turn_ms = 0.0
+        self._extents_missing: list[int] = []  # of the SSD, which had no space for them
+        self._allocate_ms = math.inf  # when to try them again
         self._waiting: dict[int, tuple[int, Callable[[wire.Reply], None]]] = {}  # token -> request, its way back
         self._tokens = itertools.count(1)
         self.movers = Movers()
@@ -263,8 +267,10 @@ class Service:
 
     def run_completions(self) -> None:
         """Changes state. What the movers have finished, and what has become due."""
-        self.store.on_time(self._clock.now_ms())
         self.movers.run_completions()
+        self.store.on_time(self._clock.now_ms())  # after them: a load that has come is not cut for being late
+        if self._clock.now_ms() >= self._allocate_ms:
+            self._allocate_later()
         self._follow_up()
 
     def _flush(self) -> None:
@@ -286,7 +292,10 @@ class Service:
 
     def next_deadline_ms(self) -> float | None:
         """Query. When `run_completions` has something to do though no mover has finished anything."""
-        return self.store.next_deadline_ms()
+        due_ms = self.store.next_deadline_ms()
+        if self._allocate_ms == math.inf:
+            return due_ms
+        return self._allocate_ms if due_ms is None else min(due_ms, self._allocate_ms)
 
     def close(self) -> None:
         """Changes state. What waits to be written to the SSD still is, within FLUSH_MS. `disk` stays open."""
@@ -419,8 +428,15 @@ class Service:
             if extent not in in_use:
                 pool.add_extent(extent)
 
-    def _read_index(self, disk: Disk) -> LowerTier:
-        """On a mover. The tier that the medium's rows make; nobody else knows of it yet."""
+    def _read_index(self, disk: Disk) -> LowerTier | None:
+        """On a mover. The tier that the medium's rows make; nobody else knows of it yet. None: it cannot be read."""
+        try:
+            return self._read_tier(disk)
+        except TierUnavailable as exc:
+            log.error("ssd: %s; going on without the SSD", exc)
+            return None
+
+    def _read_tier(self, disk: Disk) -> LowerTier:
         began_ms = self._clock.now_ms()
         rows = disk.rows()
         if disk.needs_rebuild:
@@ -447,25 +463,52 @@ class Service:
         )
         return lower
 
-    def _disk_is_ready(self, disk: Disk, lower: LowerTier) -> None:
+    def _disk_is_ready(self, disk: Disk, lower: LowerTier | None) -> None:
+        if lower is None:
+            return
         self.store.add_lower(lower)
         self._disk_moves = DiskMoves(lower, disk, self.slab, self.movers, self._clock.now_ms)
         gc.collect()
         gc.freeze()  # a million nodes that stay are no business of every later collection
-        empty = [extent for extent in disk.usable_extents if lower.tier.pool.class_of(extent) is None]
-        self.movers.submit(partial(self._allocate_on_disk, disk, lower, empty), lambda _: None)
+        self._extents_missing = [extent for extent in disk.usable_extents if lower.tier.pool.class_of(extent) is None]
+        self._allocate_later(is_first=True)
 
-    def _allocate_on_disk(self, disk: Disk, lower: LowerTier, extents: list[int]) -> None:
-        """On a mover."""
+    def _allocate_later(self, *, is_first: bool = False) -> None:
+        assert self.disk is not None
+        usable = set(self.disk.usable_extents)
+        extents, self._allocate_ms = [extent for extent in self._extents_missing if extent in usable], math.inf
+        job = partial(self._allocate_on_disk, self.disk, extents, is_first)
+        self.movers.submit(job, self._allocated)
+
+    def _allocate_on_disk(self, disk: Disk, extents: list[int], is_first: bool) -> list[int]:
+        """On a mover. The extents for which their path has no space now."""
+        missing: list[int] = []
+        full: set[Path] = set()
         for extent in extents:
-            if self.movers.is_closing:
-                return
+            path = disk.path_of(extent * SLOTS_PER_EXTENT_MAX)
+            if self.movers.is_closing or path in full:
+                missing.append(extent)
+                continue
             try:
                 disk.allocate_extent(extent)
             except TierUnavailable as exc:
-                log.error("ssd: %s; going on without %s", exc, "it and those after it")
-                return
-            self.movers.post(partial(lower.tier.add_extent, extent))
+                full.add(path)
+                missing.append(extent)
+                if is_first:
+                    log.error("ssd: %s; going on with what there is", exc)
+                continue
+            self.movers.post(partial(self._extent_on_disk_is_ready, extent))
+        return missing
+
+    def _extent_on_disk_is_ready(self, extent: int) -> None:
+        if self.store.lower is not None:
+            self.store.lower.tier.add_extent(extent)
+
+    def _allocated(self, missing: list[int]) -> None:
+        """What had no space is tried again: an operator may make some."""
+        self._extents_missing = missing
+        if missing:
+            self._allocate_ms = self._clock.now_ms() + ALLOCATE_AGAIN_MS
 
     def _follow_up(self) -> None:
         """What commands and completions have set in motion: transfers, and answers to those who wait."""
