@@ -1,4 +1,6 @@
-"""Bytes per second into and out of the store, from another process than the daemon, against plain memcpy.
+"""Bytes per second into and out of the store against plain memcpy, to and from its SSD against plain system calls.
+
+Memory, from another process than the daemon:
 
     put = reserve + block.write of every block + commit      get = acquire + copy into the client's own array + release
 
@@ -9,6 +11,8 @@ where it lies below a bar, the bar cannot be met on that machine.
 Every round does memcpy, put with checksums, put without, and get in turn, on the same blocks; ratios are taken round by
 round. The blocks of consecutive rounds are different ones, more than a last-level cache holds, because KV that moves
 was not used a millisecond ago. Each side runs on one thread. Bytes are compared after the last round.
+
+SSD: benchmarks.disk_rate says how. Its figures begin with `disk_`.
 """
 
 import argparse
@@ -20,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +32,8 @@ import numpy.typing as npt
 import xxhash
 
 import kvstore
-from benchmarks.daemon import Daemon
+from benchmarks import disk_rate
+from benchmarks.daemon import Daemon, DaemonFailed, terminated_like_interrupted
 from benchmarks.report import Bar, at_least, finish, parser, ratios, spread
 from transports.errors import PeerLost
 from transports.zeromq import ZmqEndpoint, ZmqListener
@@ -38,6 +44,7 @@ ALIGN_NBYTES = 64
 SIDES = ("memcpy", "put", "put_nosum", "get", "copy_sum", "round_trip")
 BARS = {"put": 0.75, "put_nosum": 0.85, "get": 0.85}
 Blocks = list[npt.NDArray[Any]]
+Results = dict[str, Any]
 _random = np.random.default_rng(0)
 
 
@@ -201,12 +208,12 @@ def serve_echo(address: str) -> None:
             listener.send(incoming.peer, incoming.frame)
 
 
-def measure(rounds: int) -> dict[str, Any]:
+def measure(rounds: int) -> Results:
     """Changes state: runs two daemons.
 
     2 MiB figures lie flat, 736 KiB ones under `kib736`, batches of one under `batch1` of each.
     """
-    results: dict[str, Any] = {}
+    results: Results = {}
     with (
         Daemon("1GiB") as summed,
         Daemon("1GiB", "--memory.checksums", "false") as unsummed,
@@ -234,24 +241,40 @@ def _wait_ready(clients: list[kvstore.Client]) -> None:
     time.sleep(1.0)
 
 
-def bars(results: dict[str, Any]) -> list[Bar]:
+def add_disk(results: Results, rounds: int, base: Path) -> None:
+    """Changes state: runs daemons, and adds their figures where those of the same block size are."""
+    for block_kib, place in ((2048, results), (736, results["kib736"])):
+        place.update(disk_rate.measure(spec_of(block_kib), rounds, base))
+
+
+def bars(results: Results) -> list[Bar]:
     """Query. The bars hold for batches of 32, for both block sizes."""
     found = []
     for at, figures in (("", results), ("kib736.", results["kib736"])):
         found += [at_least(f"{at}{side}_ratio", figures[f"{side}_ratio"], bar) for side, bar in BARS.items()]
+        found += disk_rate.bars(figures, at)
     return found
 
 
 def main() -> int:
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=40, help="counted rounds for each size and batch")
+    options.add_argument("--disk-rounds", type=int, default=5, help="of 1 GiB, for each size (%(default)s)")
+    options.add_argument("--folder", type=Path, default=Path(".bench"), help="on the SSD to use (%(default)s)")
     options.add_argument("--echo", metavar="ADDRESS", help=argparse.SUPPRESS)
     given = options.parse_args()
     if given.echo:
         serve_echo(given.echo)
-    results = measure(given.rounds)
+    with terminated_like_interrupted():
+        results = measure(given.rounds)
+        add_disk(results, given.disk_rounds, given.folder)
     return finish("copy_rate", results, bars(results), as_json=given.json)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except (DaemonFailed, kvstore.KVStoreError) as failure:
+        sys.exit(f"copy_rate: {failure}")
+    except KeyboardInterrupt:
+        sys.exit("copy_rate: interrupted")

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Self
@@ -28,7 +28,9 @@ class Daemon:
     `kill` and `start` again play a crash. Leaving the block ends the process and removes the folder, whatever happened.
     """
 
-    def __init__(self, capacity: str, *options: str) -> None:
+    def __init__(self, capacity: str, *options: str, command: Sequence[str] = ()) -> None:
+        """`command`: what stands for `kvstore`, with its own first arguments."""
+        self._command = command
         self._options = ("--memory.capacity", capacity, *options)
         self._folder = Path(tempfile.mkdtemp(prefix="kvstore-bench-", dir=_shared_memory()))
         self._log = self._folder / "log"
@@ -52,7 +54,8 @@ class Daemon:
 
     def start(self) -> None:
         """Changes state. Returns once the daemon answers; DaemonFailed with its last words if it does not."""
-        command = [_console_script(), "serve", "--address", self.address, "--memory.path", str(self._folder / "slab")]
+        kvstore_command = self._command or (_console_script(),)
+        command = [*kvstore_command, "serve", "--address", self.address, "--memory.path", str(self._folder / "slab")]
         with self._log.open("ab") as log:
             # a session of its own: Ctrl-C reaches the benchmark, which then ends the daemon in order
             self._process = subprocess.Popen(

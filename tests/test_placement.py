@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvstore.core.placement import (
     DAY_MS,
+    PAYS_BELOW,
     PROBE_NBYTES,
     PROBE_PAUSE_MS_MAX,
     PROBE_SHARE_MAX,
@@ -199,13 +200,13 @@ def test_the_better_end_is_the_best_of_all_lengths(
     overhead: float,
     token_ms: float,
 ) -> None:
-    """But for a load that would be cut before anything of it is there."""
+    """With a load's time counted higher than measured, and but for one that would be cut before its first block."""
     prefill, gate = prefill_of(overhead, token_ms), gate_of(rate)
     slope = prefill.ms_per_unit
     assert slope is not None
 
     def total_ms(n: int) -> float:
-        load_ms = (queued_nbytes + n * block_nbytes) / rate if n else 0
+        load_ms = (queued_nbytes + n * block_nbytes) / rate / PAYS_BELOW if n else 0
         return load_ms + overhead + (num_blocks - n) * block_tokens * slope
 
     plan = gate.choose(num_blocks, num_blocks * block_tokens, block_nbytes, queued_nbytes, prefill, 0)

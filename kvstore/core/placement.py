@@ -12,6 +12,7 @@ import math
 from typing import NamedTuple
 
 SLACK = 0.05  # of what recomputing costs: what a load may fall behind, and so the most that a request can lose
+PAYS_BELOW = 0.8  # of what recomputing costs: near break-even, errors of both estimates cost more than there is to win
 PROBE_NBYTES = 8 << 20  # large enough to show a rate; 160 ms of a device that has dropped to 50 MB/s
 PROBE_SHARE_MAX = 0.2  # of a slow tier's time that probes may take
 PROBE_PAUSE_MS_MIN = 50.0
@@ -163,7 +164,7 @@ class LoadGate:
             return True
         if (queued_nbytes + block_nbytes) / rate > patience_ms:
             return False  # it would be cut before its first block is there
-        return (queued_nbytes + num_blocks * block_nbytes) / rate < num_tokens * token_ms
+        return (queued_nbytes + num_blocks * block_nbytes) / rate < PAYS_BELOW * num_tokens * token_ms
 
     def _probe(self, now_ms: float) -> bool:
         """Whether to probe now. Unanswered probes come ever more rarely: a tier that hangs is not buried in them."""

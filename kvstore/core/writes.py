@@ -1,7 +1,7 @@
 """Write-through and write-back: what waits to be written to the lower tier, and the groups it is written in.
 
     commit ──> queue ──> group: write blocks ─ sync ─ commit rows ──> sealed in the lower tier
-                                 (one group writes while the one before it syncs)
+                                 (the next group writes meanwhile; rows are committed in order)
 
 A queued chain is pinned in memory: what is not written yet is no victim there, so nothing is forgotten on its way
 down. The queue is bounded in bytes; beyond the bound a block stays in memory only, and that is counted. A block in a
@@ -23,7 +23,7 @@ from radix import HASH_NBYTES, BlockHash, Pin
 
 GROUP_NBYTES = 64 << 20
 GROUP_MS = 100.0
-GROUPS_MAX = 2  # one that writes, one that syncs
+GROUPS_MAX = 3  # one that writes, one that has almost written, one that syncs
 DELETES_MAX = 8192  # rows forgotten per group: their slots are freed in one turn of the loop
 RETRY_MS = 20.0  # after a look at a queue of which nothing could begin: sums or room that are not there yet
 PAUSE_MS, PAUSE_MS_MAX = 1000.0, 60_000.0  # after a group that failed
@@ -169,8 +169,8 @@ class Writes:
             return None
         return self._begin(parts, parked)
 
-    def all_written(self) -> None:
-        """Changes state. The group that writes has handed all its bytes to the medium; another may begin."""
+    def almost_written(self) -> None:
+        """Changes state. The group that writes does not keep the medium busy much longer; another may begin."""
         self._is_writing = False
 
     def committed(self, group_id: int, failed: frozenset[int], ok: bool, now_ms: float) -> None:

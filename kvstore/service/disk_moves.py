@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import xxhash
 
@@ -20,7 +21,9 @@ from kvstore.media.memory import Slab
 from kvstore.service.movers import Lane, Movers
 from radix import block_symbols_of
 
+T = TypeVar("T")
 log = logging.getLogger("kvstore")
+AHEAD_BLOCKS = 12  # so many left of a group, and the next one begins: the device must not run dry between two
 PATH_FAILURES_MAX = 8  # in a row; then a path counts as gone
 
 
@@ -45,27 +48,34 @@ class DiskMoves:
         self._failures: Counter[str] = Counter()  # in a row, per path
         self._group_failure = ""  # why the last group failed; nothing if it did not
         self.num_failures = 0
+        self._runs: deque[_Run] = deque()  # groups that are not committed yet, in order
 
     def load(self, transfer: LoadBlocks) -> None:
-        """Changes state. One job per block: they are in flight together, and each counts as soon as it is there."""
-        for index, block in enumerate(transfer.blocks):
-            self._movers.submit(
-                partial(self._load_block, block, transfer.slot_nbytes),
-                partial(self._loaded, transfer, index),
-                Lane.READS,
-            )
+        """Changes state. Several in flight together; each counts as soon as it is there."""
+        blocks = deque(enumerate(transfer.blocks))
+        for _ in range(min(Lane.READS.num_threads, len(blocks))):
+            self._movers.submit(partial(self._load_blocks, transfer, blocks), _nothing, Lane.READS)
 
     def write(self, group: WriteGroup) -> None:
-        """Changes state."""
+        """Changes state. Groups are committed in the order of these calls: a child's row never before its parent's."""
         run = _Run(group, num_left=len(group.blocks))
-        for block in group.blocks:
-            self._movers.submit(
-                partial(self._write_block, block, group.last_used), partial(self._written, run, block), Lane.WRITES
-            )
-        if not group.blocks:
-            self._commit(run)
+        self._runs.append(run)
+        blocks = deque(group.blocks)
+        for _ in range(min(Lane.WRITES.num_threads, len(blocks))):
+            self._movers.submit(partial(self._write_blocks, run, blocks), _nothing, Lane.WRITES)
+        self._commit_ready()
 
-    # Jobs, on movers
+    # Jobs, on movers. Each takes blocks until none is left: a job per block would cost the loop more than the block.
+
+    def _load_blocks(self, transfer: LoadBlocks, blocks: deque[tuple[int, LoadedBlock]]) -> None:
+        while (taken := _pop(blocks)) is not None and not self._movers.is_closing:
+            index, block = taken
+            result = self._load_block(block, transfer.slot_nbytes)
+            self._movers.post(partial(self._loaded, transfer, index, result))
+
+    def _write_blocks(self, run: _Run, blocks: deque[WrittenBlock]) -> None:
+        while (block := _pop(blocks)) is not None and not self._movers.is_closing:
+            self._movers.post(partial(self._written, run, block, self._write_block(block, run.group.last_used)))
 
     def _load_block(self, block: LoadedBlock, slot_nbytes: int) -> tuple[Outcome, str]:
         view = self._slab.slot(block.memory_slot, slot_nbytes)
@@ -124,16 +134,18 @@ class DiskMoves:
         else:
             self._note(block.disk_slot, str(result), counts=isinstance(result, TierUnavailable))
         run.num_left -= 1
-        if not run.num_left:
-            self._lower.writes.all_written()
-            self._commit(run)
+        if run.num_left == min(AHEAD_BLOCKS, len(run.group.blocks) - 1):
+            self._lower.writes.almost_written()
+        self._commit_ready()
 
-    def _commit(self, run: _Run) -> None:
-        failed = _failed(run)
-        rows = [row for slot, row in run.rows.items() if slot not in failed]
-        self._movers.submit(
-            partial(self._commit_rows, run.group, rows), partial(self._committed, run, failed), Lane.INDEX
-        )
+    def _commit_ready(self) -> None:
+        while self._runs and not self._runs[0].num_left:
+            run = self._runs.popleft()
+            failed = _failed(run)
+            rows = [row for slot, row in run.rows.items() if slot not in failed]
+            self._movers.submit(
+                partial(self._commit_rows, run.group, rows), partial(self._committed, run, failed), Lane.INDEX
+            )
 
     def _committed(self, run: _Run, failed: frozenset[int], reason: str) -> None:
         if reason != self._group_failure:
@@ -163,6 +175,18 @@ class DiskMoves:
         if counts and self._failures[path] == PATH_FAILURES_MAX:
             log.error("ssd: disk.path=%s failed %d times in a row: going on without it", path, PATH_FAILURES_MAX)
             self._lower.lose_extents(self._disk.fail_path(slot))
+
+
+def _pop(queue: deque[T]) -> T | None:
+    """Changes state. Several threads take from it."""
+    try:
+        return queue.popleft()
+    except IndexError:
+        return None
+
+
+def _nothing(_: None) -> None:
+    """Query. A job that has posted its completions one by one."""
 
 
 def _is_whole(header: Header, view: memoryview) -> bool:

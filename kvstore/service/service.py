@@ -180,6 +180,7 @@ class Service:
             case wire.Acquire():
                 query = Query(message.hashes, message.tokens, message.keys)
                 got = store.acquire(message.session, message.spec_id, message.lease, query)
+                self._start_transfers()  # before the answer: the medium need not wait for it
                 return wire.Acquired(request_id, *got)
             case wire.Wait():
                 token = next(self._tokens)
@@ -369,7 +370,7 @@ class Service:
             "cached_nbytes": sum(size * cached for size, (_, cached, _) in counts.items()),
             "blocks": sum(cached for _, cached, _ in counts.values()),
             "blocks_evicted": tier.num_evicted,
-            "queued_nbytes": writes.queued_nbytes,
+            "queued_nbytes": writes.queued_nbytes + writes.writing_nbytes,
             "idle": writes.is_idle,
             "loading_nbytes": lower.loads.queued_nbytes,
             "read_gbps": _rounded(lower.gate.read_gbps),
@@ -512,6 +513,11 @@ class Service:
 
     def _follow_up(self) -> None:
         """What commands and completions have set in motion: transfers, and answers to those who wait."""
+        self._start_transfers()
+        if self._waiting:
+            self._tell_progress()
+
+    def _start_transfers(self) -> None:
         for transfer in self.store.take_transfers():
             match transfer:
                 case SumBlocks():
@@ -520,8 +526,6 @@ class Service:
                     self._disk().load(transfer)
                 case WriteGroup():
                     self._disk().write(transfer)
-        if self._waiting:
-            self._tell_progress()
 
     def _disk(self) -> DiskMoves:
         assert self._disk_moves is not None, "moves between tiers without a disk"
