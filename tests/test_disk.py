@@ -4,8 +4,8 @@ import errno
 import logging
 import mmap
 import os
-import stat
 import random
+import stat
 import subprocess
 import sys
 import threading

@@ -11,8 +11,9 @@ import xxhash
 from kvstore.core.layout import HEADER_NBYTES, Header, Rect
 from kvstore.core.lower import LowerSettings, LowerTier
 from kvstore.core.moves import LoadBlocks, SumBlocks, WriteGroup
-from kvstore.core.store import Acquisition, Progress, Store
+from kvstore.core.store import Acquisition, Store
 from kvstore.core.tier import ARRIVING, FAILED, SEALED
+from kvstore.core.watch import Progress
 from kvstore.spec import KVSpec
 from tests.models import SimDisk, SimSlab, Text, write_header
 

@@ -9,7 +9,6 @@ A slot's life:   free ── reserve ──> reserved ── commit ──> cach
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -17,13 +16,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvstore.core.leases import LEASES_MAX, RESERVATIONS_MAX, Lease, Loading, Reservation, Session, SpecEntry
+from kvstore.core.leases import LEASES_MAX, RESERVATIONS_MAX, Lease, Reservation, Session, SpecEntry
 from kvstore.core.lower import LowerTier
 from kvstore.core.moves import SumBlocks, Transfer
-from kvstore.core.placement import PROBE_NBYTES, LinearCost, due_ms
+from kvstore.core.placement import PROBE_NBYTES
 from kvstore.core.stats import Stats
 from kvstore.core.takeover import Legacy, Takeover
 from kvstore.core.tier import FAILED, Tables, Tier
+from kvstore.core.watch import Progress, Watch
 from kvstore.errors import KVStoreError, SessionLost, SpecMismatch
 from kvstore.spec import KVSpec
 from radix import HASH_NBYTES, HashKind, Match, Pin, block_symbols_of, common_tokens, keys_digest, root_hash
@@ -31,7 +31,6 @@ from radix import HASH_NBYTES, HashKind, Match, Pin, block_symbols_of, common_to
 SESSIONS_MAX = 1024
 SESSION_ID_SHIFT = 15  # generations are nanoseconds: 33 us apart, ids differ, and they fit 47 bits until the year 2116
 SPECS_MAX = 65536
-WAITS_MAX = 4096
 QUARANTINE_MS = 10_000.0
 DISCARD_REASONS = ("header",)
 NO_KEYS_DIGEST = keys_digest(())
@@ -53,16 +52,6 @@ class Acquisition(NamedTuple):
     ready: int
 
 
-class Progress(NamedTuple):
-    """How many leading blocks of a lease have their bytes, and whether there will be no more of them."""
-
-    ready: int
-    final: bool
-
-
-NOTHING = Progress(0, True)
-
-
 class Grant(NamedTuple):
     """Room to store from token `start` on. Without slots, `available` says how many blocks could be had."""
 
@@ -70,12 +59,6 @@ class Grant(NamedTuple):
     slots: bytes
     generation: int
     available: int
-
-
-class _Wait(NamedTuple):
-    lease: Lease | None  # None: it has ended
-    blocks: int
-    until_ms: float
 
 
 class Store:
@@ -100,19 +83,12 @@ class Store:
         self.memory = Tier(extent_nbytes, tables.extents, tables.slots["state"], self._symbols)
         self.lower: LowerTier | None = None
         self.stats = Stats()
+        self.watch = Watch(self.memory, self.stats)
         self.now_ms = 0.0
         self._rows = tables.slots
         self._generation = generation
         self._symbols_of = symbols_of
-        self._prefill: dict[int, LinearCost] = {}  # by spec id
         self._takeover: Takeover | None = None
-        self._loading: list[Lease] = []
-        self._waits: dict[int, _Wait] = {}
-        self._answers: list[tuple[int, Progress]] = []  # to callers who need not wait
-        self._wait_due_ms = math.inf  # not after the first of them
-        self._changes = 0  # of what loads and waits are judged by, apart from blocks that came
-        self._changes_told = self._changes_reviewed = self._changes_timed = 0
-        self._cut_due_ms = math.inf
         self._session_nbytes_max = int(self.capacity_nbytes * session_share)
         self._checksums = checksums
         self._specs: list[SpecEntry] = []
@@ -236,7 +212,7 @@ class Store:
             if lease is None:
                 return Acquisition(0, b"", 0)
             session.add_lease(lease_id, lease)
-        return Acquisition(lease.num_tokens, lease.slots, self._progress(lease).ready)
+        return Acquisition(lease.num_tokens, lease.slots, self.watch.progress(lease).ready)
 
     def prefetch(self, session_id: int, spec_id: int, query: Query) -> None:
         """Changes state. Bring up what is only below, when nothing more urgent is to be done."""
@@ -252,27 +228,11 @@ class Store:
         At `until_ms` at the latest. `token`: the caller's, not in use.
         """
         lease = self.session(session_id).leases.get(lease_id)
-        wait = _Wait(lease, blocks, until_ms)
-        progress = self._told(wait)
-        if progress is None and len(self._waits) < WAITS_MAX:
-            self._waits[token] = wait
-            self._wait_due_ms = min(self._wait_due_ms, until_ms)
-        else:
-            self._answers.append((token, progress or NOTHING._replace(final=False)))
+        self.watch.wait(token, lease, blocks, until_ms, self.now_ms)
 
     def take_progress(self) -> list[tuple[int, Progress]]:
         """Changes state. What waiting callers can be told now."""
-        told, self._answers = self._answers, []
-        if self._changes_told == self._num_changes and self.now_ms < self._wait_due_ms:
-            return told  # many may wait, and most messages change nothing for them
-        self._changes_told = self._num_changes
-        for token, wait in list(self._waits.items()):
-            progress = self._told(wait)
-            if progress is not None:
-                told.append((token, progress))
-                del self._waits[token]
-        self._wait_due_ms = min((wait.until_ms for wait in self._waits.values()), default=math.inf)
-        return told
+        return self.watch.take_progress(self.now_ms)
 
     def release(self, session_id: int, lease_ids: Iterable[int]) -> None:
         """Changes state. Ends leases; unknown ids are no error, since a miss leaves no lease behind."""
@@ -288,7 +248,7 @@ class Store:
         self.stats.discards[reason if reason in DISCARD_REASONS else "other"] += 1
         if lease is None or lease.entry is None or block >= lease.pins[0].num_slots:
             return
-        self._changes += 1
+        self.watch.note_change()
         (pin,) = lease.pins
         if self.lower is not None and self._symbols(_slot_at(lease.slots, block)):
             # Its header is whole, so another block has this name: neither may be served, in no tier.
@@ -350,7 +310,7 @@ class Store:
         short = reservation.short and not dropped
         self.memory.unpin(reservation.parent)  # nothing is evicted before the insert, and only a free run may grow
         inserted = self.memory.insert(entry.root, hashes, reservation.start, slots, short=short)
-        self._changes += 1  # a short block that gave way may have been on its way up
+        self.watch.note_change()  # a short block that gave way may have been on its way up
         self._count_commit(entry, inserted.inserted, len(inserted.unused))
         sum_id = None
         unused = array("I", inserted.unused) + dropped
@@ -377,7 +337,7 @@ class Store:
     def clear(self, spec_id: int) -> None:
         """Changes state. Forget every block of a spec, in every tier."""
         entry = self.spec(spec_id)
-        self._changes += 1
+        self.watch.note_change()
         self.memory.clear(entry.root)
         if self.lower is not None and self.lower.serves(entry):
             self.lower.tier.clear(entry.root)
@@ -387,8 +347,8 @@ class Store:
         if prefill_tokens is not None and prefill_ms is not None:
             self.stats.prefill_tokens += prefill_tokens
             self.stats.prefill_ms += prefill_ms
-            self.prefill_of(self.spec(spec_id)).observe(prefill_tokens, prefill_ms)
-            self._changes += 1
+            self.watch.prefill_of(self.spec(spec_id)).observe(prefill_tokens, prefill_ms)
+            self.watch.note_change()
         if ttft_ms is not None:
             self.stats.ttft_reports += 1
             self.stats.ttft_ms += ttft_ms
@@ -430,7 +390,7 @@ class Store:
         lower.start(self.memory, self._symbols, self.stats, self.now_ms)
         for entry in self._specs:
             lower.add_spec(entry)
-        self.lower = lower
+        self.lower = self.watch.lower = lower
 
     def take_transfers(self) -> list[Transfer]:
         """Changes state. Work for the movers since the last call."""
@@ -448,11 +408,11 @@ class Store:
 
     def next_deadline_ms(self) -> float | None:
         """Query. When `on_time` has something to do."""
-        times = [self._wait_due_ms] if self._waits else []
+        lower = self.lower
+        asked = (self.watch.next_deadline_ms(), None if lower is None else lower.next_deadline_ms())
+        times = [time for time in asked if time is not None]
         if self._quarantine:
             times.append(self._quarantine[0][0])
-        if self.lower is not None:
-            times += [time for time in (self._next_cut_ms(), self.lower.next_deadline_ms()) if time is not None]
         return min(times, default=None)
 
     def on_time(self, now_ms: float) -> None:
@@ -460,8 +420,7 @@ class Store:
         self.now_ms = now_ms
         while self._quarantine and self._quarantine[0][0] <= now_ms:
             self.memory.let_go(self._quarantine.popleft()[1])
-        if self._loading:
-            self._review_loading()
+        self.watch.on_time(now_ms)
 
     def check(self) -> None:
         """Query. Assert every invariant (docs/design.md lists them)."""
@@ -514,7 +473,7 @@ class Store:
                 self.lower.writes.write_later(entry, hashes, self.now_ms, used_twice=True)
             return lease
         wanted = below.num_blocks + (below.partial is not None) - match.num_blocks
-        plan = self.lower.choose(entry.spec, wanted, most - have, self.prefill_of(entry), self.now_ms)
+        plan = self.lower.choose(entry.spec, wanted, most - have, self.watch.prefill_of(entry), self.now_ms)
         if plan.num_blocks:
             return self._lease_of_loaded(session, entry, query, match, below)
         lease = self._lease_of(session, entry, match, have)  # first: it must not wait for what a probe brings
@@ -556,7 +515,7 @@ class Store:
         lease = Lease(
             entry.spec.slot_nbytes, entry, (pin,), num_tokens, self.memory.tree.path_slots(pin).tobytes(), array("I")
         )
-        self._watch_load(entry, lease, loaded_from)
+        self.watch.begin(entry, lease, loaded_from, self.now_ms)
         return lease
 
     def _refuse(self, entry: SpecEntry, below: Match, have: int, probe: bool) -> None:
@@ -567,78 +526,6 @@ class Store:
             self.stats.loads_probed += 1
             num_blocks = -(-PROBE_NBYTES // entry.spec.slot_nbytes)
             self.lower.promote(entry, below, have + num_blocks, self.now_ms, background=True)
-
-    def _watch_load(self, entry: SpecEntry, lease: Lease, loaded_from: int | None) -> None:
-        """Blocks of a lease may be on their way for it, or for somebody else who came first."""
-        slots = array("I", lease.slots)
-        ready = self.memory.num_sealed(slots)
-        if ready == len(slots):
-            return
-        start = min(ready * entry.spec.block_tokens, lease.num_tokens) if loaded_from is None else loaded_from
-        lease.loading = Loading(entry, self.now_ms, ready, max(1, lease.num_tokens - start))
-        self._loading.append(lease)
-        self._changes += 1
-        if self.lower is not None:
-            self.lower.loads.hurry(slots[ready:])
-        self.stats.tokens_loaded += lease.num_tokens - start
-
-    def _progress(self, lease: Lease) -> Progress:
-        if lease.entry is None:
-            return NOTHING  # held since before a restart: what had not come by then will not
-        slots = array("I", lease.slots)
-        if lease.loading is None:
-            return Progress(len(slots), True)
-        ready = self.memory.num_sealed(slots)
-        final = lease.loading.is_cut or ready == len(slots) or self.memory.state_of(slots[ready]) == FAILED
-        return Progress(ready, final)
-
-    def _told(self, wait: _Wait) -> Progress | None:
-        """What a waiting caller can be told now."""
-        progress = NOTHING if wait.lease is None else self._progress(wait.lease)
-        is_told = progress.final or progress.ready >= wait.blocks or self.now_ms >= wait.until_ms
-        return progress if is_told else None
-
-    @property
-    def _num_changes(self) -> int:
-        return self._changes + (self.lower.loads.num_ended if self.lower is not None else 0)
-
-    def _review_loading(self) -> None:
-        """A lease whose load has ended, or that is better recomputed from here on, is not watched any more."""
-        cut_ms = self._next_cut_ms()
-        if self._changes_reviewed == self._num_changes and (cut_ms is None or self.now_ms < cut_ms):
-            return
-        self._changes_reviewed, self._changes_timed = self._num_changes, -1
-        for lease in list(self._loading):
-            until_ms = self._cut_ms(lease)
-            assert lease.loading is not None
-            if until_ms is not None and self.now_ms >= until_ms and not self._progress(lease).final:
-                lease.loading.is_cut = True
-                self._changes += 1
-                self.stats.loads_cut += 1
-                if self.lower is not None:
-                    self.lower.gate.cut()
-            if self._progress(lease).final:
-                self._loading.remove(lease)
-
-    def _next_cut_ms(self) -> float | None:
-        """When the first load falls behind recomputing. Asked at each turn, so it is kept while nothing changes."""
-        if self._changes_timed != self._num_changes:
-            self._changes_timed = self._num_changes
-            times = [self._cut_ms(lease) for lease in self._loading]
-            self._cut_due_ms = min((time for time in times if time is not None), default=math.inf)
-        return self._cut_due_ms if self._cut_due_ms < math.inf else None
-
-    def _cut_ms(self, lease: Lease) -> float | None:
-        """When a load falls behind recomputing if nothing more arrives."""
-        loading = lease.loading
-        assert loading is not None
-        ready = self._progress(lease).ready
-        done = (ready - loading.first) * loading.entry.spec.block_tokens
-        return due_ms(self.prefill_of(loading.entry), loading.started_ms, done, loading.num_tokens)
-
-    def prefill_of(self, entry: SpecEntry) -> LinearCost:
-        """Query. What recomputing costs the engines that serve a spec, as they reported it."""
-        return self._prefill.setdefault(entry.spec_id, LinearCost())
 
     def _room_for(self, session: Session, entry: SpecEntry, match: Match) -> int:
         """How many blocks a lease may have: what the session holds of this match already costs it nothing."""
@@ -671,11 +558,7 @@ class Store:
         lease = session.pop_lease(lease_id)
         if lease is None:
             return None
-        if lease.loading is not None:
-            lease.loading.is_cut = True  # who waits for it hears so
-            self._changes += 1
-            if lease in self._loading:
-                self._loading.remove(lease)
+        self.watch.end(lease)
         for pin in lease.pins:
             self.memory.unpin(pin)
         return lease

@@ -335,7 +335,7 @@ class Service:
             "prefill": [
                 {"fingerprint": entry.spec.fingerprint.hex()[:16], "tokens_per_s": round(1000 / ms)}
                 for entry in self.store.specs[-SPECS_LISTED_MAX:]
-                if (ms := self.store.prefill_of(entry).ms_per_unit) is not None
+                if (ms := self.store.watch.prefill_of(entry).ms_per_unit) is not None
             ],
             "sessions": [self._session_status(session) for session in self.store.sessions],
             "specs_served": len(self.store.specs),
