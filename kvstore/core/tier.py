@@ -15,6 +15,7 @@ from radix import BlockHash, Inserted, LoadedBlocks, Match, Node, Pin, PrefixTre
 
 # ARRIVING: in the tree, its bytes are on the way. FAILED: left the tree, or never arrived; a pin still holds it.
 FREE, RESERVED, SEALED, ARRIVING, FAILED = range(5)
+EVICTIONS_PER_TURN_MAX = 512  # of what need not be free at once: 20 us each where every block is a run of its own
 SLOT_ROW = np.dtype([("state", "<u4"), ("owner", "<u4"), ("generation", "<u8")])
 States = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -260,7 +261,7 @@ class Tier:
             return True  # an extent drained before may be on its way: no further one before that is seen
         if self._should_look(slot_nbytes, enough) and self._drain_colder(slot_nbytes, enough):
             return True
-        evicted = self._evict(slot_nbytes, missing)
+        evicted = self._evict(slot_nbytes, min(missing, EVICTIONS_PER_TURN_MAX))
         return bool(evicted) or self._num_parked.total() > 0
 
     def adopt(self, slot_nbytes: int, blocks: LoadedBlocks, reserved: array[int]) -> int:

@@ -35,7 +35,7 @@ SWEEP_MS = 1000.0
 STRANGERS_MS = 50.0  # while next to nothing may be reused because of them
 CONFIRM_MS = 5000.0  # a new session must hold its byte by then
 SECOND_NS, YEAR_NS = 10**9, 366 * 86400 * 10**9
-MESSAGES_PER_TURN_MAX = 256  # then completions and deaths have their turn
+MESSAGES_PER_TURN_MAX, MESSAGES_MS_MAX = 256, 5.0  # then completions and deaths have their turn
 
 
 class Daemon:
@@ -138,11 +138,14 @@ class Daemon:
         return max(0.0, due_ms - self._clock.now_ms())
 
     def _serve_messages(self) -> None:
+        until_ms = self._clock.now_ms() + MESSAGES_MS_MAX  # a single client that asks without pause fills any number
         for _ in range(MESSAGES_PER_TURN_MAX):
             incoming = self._listener.receive()
             if incoming is None:
                 return
             self._serve(incoming)
+            if self._clock.now_ms() >= until_ms:
+                break
         self._wake_again()
 
     def _serve(self, incoming: Incoming) -> None:
@@ -198,8 +201,9 @@ class Daemon:
         for number in self.service.store.strangers:
             if not self._sessions_file.is_held(number):
                 self.service.store.account_for(number, now_ms)
-        gc.collect(1)
-        gc.freeze()  # nodes hold no garbage in cycles: a full collection of a million of them would stop the loop
+        if gc.isenabled():  # it is not while an index is read: nothing may walk that growing tree
+            gc.collect(1)
+            gc.freeze()  # nodes hold no garbage in cycles: a full collection of a million of them would stop the loop
 
     def _is_gone(self, session: Session, watched: Watched, now_ms: float) -> bool:
         if now_ms - self._born_ms[session.id] <= CONFIRM_MS or self._sessions_file.is_held(session.number):

@@ -52,7 +52,7 @@ class Movers:
         with suppress(BlockingIOError):
             os.eventfd_read(self.fd)
         self._is_woken = False
-        while self._completions:
+        for _ in range(len(self._completions)):  # what is posted meanwhile wakes the owner again
             self._completions.popleft()()
 
     def close(self) -> None:

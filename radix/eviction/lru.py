@@ -108,7 +108,7 @@ class LRU:
         """Changes state. Forget stale offers before they outnumber the others."""
         self._heap = [offer for offer in self._heap if self._is_current(offer)]
         heapq.heapify(self._heap)
-        self._sort(*self._sorted.columns(self._next))
+        self._sorted, self._next = _offers(*self._current(*self._sorted.columns(self._next))), 0
         self._recent = _offers(*self._current(*self._recent.columns()))
         self._num_left = len(self) + _SLACK
 
