@@ -14,7 +14,7 @@ help: ## this list
 
 setup: $(MODEL) ## .venv with the project, the tools and the model; a no-op when nothing changed
 
-demo: setup ## a real model chats with and without the service (5 minutes)
+demo: setup ## a real model chats with and without the service (3 to 4 minutes)
 	$(PY) -m benchmarks.demo
 
 test: setup lint ## every check: lint, types, tests (under 5 minutes on 2 cores)

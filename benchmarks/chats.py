@@ -96,6 +96,13 @@ for saying what went wrong. A complaint that you cannot solve in two answers goe
 that nobody has to tell the story twice.
 """
 
+SISTER_SHOPS = ("Fernhill", "Larkmoor", "Tarnbrook")
+
+
+def handbook(shop: str) -> str:
+    """Query. The same rules under another name, which is the ninth token: hardly anything of a prompt is shared."""
+    return HANDBOOK.replace(SISTER_SHOPS[0], shop)
+
 
 @dataclass(frozen=True, slots=True)
 class Conversation:

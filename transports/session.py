@@ -6,7 +6,7 @@ from transports.messages import Reply
 
 PENDING_MAX = 4096
 BACKOFF_MS_MIN = 20.0
-BACKOFF_MS_MAX = 1000.0
+BACKOFF_MS_MAX = 250.0
 
 
 class Exchange:

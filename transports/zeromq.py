@@ -129,7 +129,7 @@ class ZmqEndpoint:
         self._socket.set(zmq.SNDHWM, QUEUE_MESSAGES_MAX)
         self._socket.set(zmq.RCVHWM, QUEUE_MESSAGES_MAX)
         self._socket.set(zmq.RECONNECT_IVL, 20)
-        self._socket.set(zmq.RECONNECT_IVL_MAX, 1000)
+        self._socket.set(zmq.RECONNECT_IVL_MAX, 250)
         self._timeout_ms = 0
         self._socket.set(zmq.RCVTIMEO, self._timeout_ms)
         self._socket.connect(address)

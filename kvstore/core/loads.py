@@ -159,6 +159,7 @@ class Loads:
         if taken is None:
             fits = min(wanted, self._memory.available(slot_nbytes))
             taken = self._memory.reserve(slot_nbytes, fits) if fits else None
+            self._stats.loads_shortened += 1
         self._memory.unpin(parent)
         return taken or array("I")
 

@@ -25,6 +25,7 @@ class Stats:
     blocks_summed: int = 0
     blocks_loaded: int = 0  # from the lower tier into memory, verified
     bytes_loaded: int = 0
+    loads_shortened: int = 0  # for want of room in memory
     loads_refused: int = 0  # recomputing was faster
     loads_probed: int = 0
     loads_cut: int = 0  # given up in the midst, because recomputing had become faster

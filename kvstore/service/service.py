@@ -456,6 +456,7 @@ class Service:
         try:
             num_blocks = lower.adopt(rows, disk.classes())
         finally:
+            gc.freeze()  # a million nodes that stay are no business of any later collection
             gc.enable()
         trim_heap()
         took_s = (self._clock.now_ms() - began_ms) / 1000
@@ -469,7 +470,6 @@ class Service:
             return
         self.store.add_lower(lower)
         self._disk_moves = DiskMoves(lower, disk, self.slab, self.movers, self._clock.now_ms)
-        gc.freeze()  # a million nodes that stay are no business of every later collection
         self._extents_missing = [extent for extent in disk.usable_extents if lower.tier.pool.class_of(extent) is None]
         self._allocate_later(is_first=True)
 
