@@ -130,7 +130,7 @@ def clean() -> None:
 def main() -> None:
     """The console script."""
     try:
-        app(sys.argv[1:] or ["--help"], standalone_mode=False)
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except TyperException as exc:
         _fail(f"{exc.format_message()} (see kvstore --help)", 2)
     except KVStoreError as exc:
@@ -139,6 +139,8 @@ def main() -> None:
         sys.exit(exc.exit_code)
     except typer.Abort:
         _fail("interrupted", 130)
+    else:
+        sys.exit(code)  # a typer.Exit comes back as a value; None is 0
 
 
 def _fail(text: str, code: int) -> None:
