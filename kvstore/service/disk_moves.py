@@ -23,7 +23,7 @@ from radix import block_symbols_of
 
 T = TypeVar("T")
 log = logging.getLogger("kvstore")
-AHEAD_BLOCKS = 12  # so many left of a group, and the next one begins: the device must not run dry between two
+AHEAD_BLOCKS = 28  # so many left of a group, and the next one begins: the device must not run dry between two
 PATH_FAILURES_MAX = 8  # in a row; then a path counts as gone
 
 
