@@ -707,7 +707,9 @@ class World:
             text = Text(entry, (9,) * entry.spec.block_tokens, ())
             self.named[text.block_hash(0)] = text.payload(0)
             grant = self.store.reserve(self.clients[0].session, entry.spec_id, 1, text.hashes, 0)
-            (slot,) = np.frombuffer(grant.slots, np.uint32).tolist()
+            slots = np.frombuffer(grant.slots, np.uint32).tolist()
+            assert len(slots) == 1, "a full tier takes no new block"
+            (slot,) = slots
             filling = Filling(text, 0, [slot], [self.slab.offset(slot)], grant.generation, [NO_HEADER], [False])
             self.damaged.discard(slot)
             for _ in range(WHOLE):
