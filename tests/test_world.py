@@ -70,8 +70,8 @@ class BytesOnly(World):
         self._check_bytes()
 
 
-def is_caught(kind: type[World], *, faults: bool = True) -> bool:
-    for seed in range(40):
+def is_caught(kind: type[World], *, faults: bool = True, num_seeds: int = 40) -> bool:
+    for seed in range(num_seeds):
         try:
             kind(seed, faults=faults).run(STEPS)
         except (AssertionError, KeyError, IndexError):
@@ -94,7 +94,7 @@ def test_a_failure_says_the_seed_and_the_step(
 
 def test_no_quarantine_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvstore.core.store, "QUARANTINE_MS", 0.0)
-    assert is_caught(BytesOnly)
+    assert is_caught(BytesOnly, num_seeds=200)  # rare: a late write must meet a slot that was handed out again
 
 
 def test_quarantine_that_ends_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
