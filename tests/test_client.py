@@ -530,7 +530,9 @@ def test_connections_that_end_leave_no_trace(daemon: Daemon) -> None:
 
     served = psutil.Process(daemon.process.pid)
     threads, idle = threading.active_count(), len(served.open_files()) + served.num_fds()
-    assert connections(2) == connections(20)
+    before, after = connections(2), connections(20)
+    assert after[:3] == before[:3]
+    assert after[3] <= before[3]  # a session of the test before this one may have gone since
 
 
 def test_reconnections_leave_no_trace(own_daemon: Daemon) -> None:
