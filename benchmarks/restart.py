@@ -58,7 +58,7 @@ from kvstore.core.layout import (
 )
 from kvstore.core.slots import SLOTS_PER_EXTENT_MAX, extent_nbytes_for
 from kvstore.media.disk import BlockRow, Disk
-from radix import HASH_NBYTES, NO_KEYS, HashKind, hash_block, keys_digest, root_hash
+from radix import HASH_NBYTES, NO_KEYS, HashKind, context_digests, hash_block, keys_digest, root_hash
 
 BLOCKS, BLOCKS_MIN = 1_000_000, 2048
 WARM_SHARE = 0.1  # of BLOCKS: what the RAM tier holds
@@ -216,18 +216,23 @@ def _row(chats: Chats, block: int, slot: int) -> BlockRow:
 def _write_bytes(disk: Disk, chats: Chats, slot_of: Callable[[int], int]) -> None:
     with mmap.mmap(-1, SLOT_NBYTES) as page:
         view = memoryview(page)  # page-aligned, as direct I/O wants it
+        contexts: list[int] = []
         for block in chats.readable_blocks():
             row, tokens = _row(chats, block, 0), chats.columns.tokens[block].tobytes()
-            view[:] = slot_bytes(row, tokens)
+            if row.number == 0:
+                contexts = context_digests(chats.prompt(block // chats.blocks_each).tobytes(), BLOCK_TOKENS)
+            view[:] = slot_bytes(row, tokens, contexts[row.number])
             disk.write(slot_of(block), SLOT_NBYTES, view)
         view.release()
 
 
-def slot_bytes(row: BlockRow, tokens: bytes) -> bytes:
+def slot_bytes(row: BlockRow, tokens: bytes, context: int) -> bytes:
     """Query. Header and payload of a whole block."""
     payload = payload_of(tokens)
     keys = BLOCK_TOKENS, keys_digest(NO_KEYS)
-    identity = identity_bytes(Identity(SPEC.fingerprint, row.block_hash, row.parent, row.number, tokens, *keys))
+    identity = identity_bytes(
+        Identity(SPEC.fingerprint, row.block_hash, row.parent, row.number, tokens, *keys, context, BLOCK_TOKENS)
+    )
     rect = Rect((0, SPEC.num_layers), (0, SPEC.num_kv_heads), xxhash.xxh3_64_intdigest(payload))
     tail = header_tail(len(payload), identity_sum(identity, len(payload)), 1, (rect,))
     header = identity.ljust(NBYTES_OFFSET, b"\0") + tail

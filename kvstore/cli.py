@@ -47,6 +47,9 @@ def serve_command(
     memory_checksums: Annotated[
         str | None, typer.Option("--memory.checksums", help="true or false: sum blocks as they are written.")
     ] = None,
+    memory_verify: Annotated[
+        str | None, typer.Option("--memory.verify", help="true or false: clients sum what they read. Default: false")
+    ] = None,
     memory_session_share: Annotated[
         float | None, typer.Option("--memory.session_share", help="Share of memory one process may hold. Default: 0.5")
     ] = None,
@@ -72,6 +75,7 @@ def serve_command(
         "memory.capacity": memory_capacity,
         "memory.path": memory_path,
         "memory.checksums": None if memory_checksums is None else _boolean("memory.checksums", memory_checksums),
+        "memory.verify": None if memory_verify is None else _boolean("memory.verify", memory_verify),
         "memory.session_share": memory_session_share,
         "memory.keep": None if memory_keep is None else _boolean("memory.keep", memory_keep),
         "disk.path": disk_path or None,

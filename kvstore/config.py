@@ -33,11 +33,20 @@ class MemoryConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Folder of the slab, on a tmpfs. Default: a folder of the user's in /dev/shm, named by a hash of the address."""
     checksums: bool = True
     """Whether writers sum blocks as they copy (XXH3-64). Off saves about a fifth of store throughput."""
+    verify: bool = False
+    """Whether clients sum every block they read from this tier before it counts. RAM that flips a bit unseen is rare,
+    and what leaves RAM is summed in any case, so the default is off; it needs `checksums`. A block that its writer
+    has not summed is served until the daemon has, since there is nothing to compare with."""
     session_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
     """Share of the tier that one session may hold in leases and reservations. Beyond it, its hits get shorter."""
     keep: bool = True
     """Whether the slab stays in shared memory when the daemon ends, so that the next one goes on with it. Off gives the
     memory back at once, and every restart begins cold."""
+
+    def __post_init__(self) -> None:
+        """ConfigInvalid where there would be nothing to verify."""
+        if self.verify and not self.checksums:
+            raise ConfigInvalid("config: memory.verify=true needs memory.checksums=true: there is nothing to compare")
 
 
 class DiskConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
 
-from kvstore.core.layout import BLOCK_TOKENS_MAX, HEADER_NBYTES, PAGE_NBYTES, RECT_INDEX_MAX
+from kvstore.core.layout import BLOCK_TOKENS_MAX, RECT_INDEX_MAX, slot_nbytes_for
 from kvstore.errors import SpecMismatch
 
 # Types numpy lacks are handed out as unsigned integers of the same width: the bits, not their value.
@@ -120,8 +120,8 @@ class KVSpec(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def slot_nbytes(self) -> int:
-        """Header page plus payload, rounded up to whole pages, because O_DIRECT moves nothing else."""
-        return HEADER_NBYTES + -(-self.block_nbytes // PAGE_NBYTES) * PAGE_NBYTES
+        """Bytes of the slot that a block lies in, whole or short."""
+        return slot_nbytes_for(self.block_nbytes)
 
     def payload_nbytes(self, num_tokens: int) -> int:
         """Query. Bytes of a block of `num_tokens` tokens."""

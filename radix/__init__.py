@@ -2,6 +2,7 @@
 
 from radix.eviction import LRU, EvictionPolicy
 from radix.hashing import (
+    CONTEXT_OF_NOTHING,
     HASH_NBYTES,
     NO_KEYS,
     TOKEN_MAX,
@@ -11,6 +12,7 @@ from radix.hashing import (
     block_symbols,
     block_symbols_of,
     common_tokens,
+    context_digests,
     hash_block,
     hash_prefix,
     keys_digest,
@@ -24,6 +26,7 @@ from radix.node import Inserted, Match, Node, Pin
 from radix.tree import PrefixTree
 
 __all__ = [
+    "CONTEXT_OF_NOTHING",
     "HASH_NBYTES",
     "LRU",
     "NO_KEYS",
@@ -41,6 +44,7 @@ __all__ = [
     "block_symbols",
     "block_symbols_of",
     "common_tokens",
+    "context_digests",
     "hash_block",
     "hash_prefix",
     "keys_digest",

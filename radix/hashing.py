@@ -13,6 +13,13 @@ Block symbols serve matching inside a block: a byte string whose order is the or
     token ids before the first key, u32 BIG endian | [0xFFFFFFFF | digest of all the block's keys (16)] | the other ids
 
 Two blocks agree on a token exactly as far as their symbols agree, so a token never matches under another key.
+
+A block's context is 8 bytes over everything before it. It owes nothing to the chain of hashes, so a reader sees by it
+that a block continues another prompt, also where hashes collide: XXH3-64 of, for each block before it,
+
+    token ids | 0xFFFFFFFF | num_keys | (start in the prompt | length | key bytes) ...
+
+where a block without keys ends with its token ids.
 """
 
 import array
@@ -46,6 +53,7 @@ _FINGERPRINT_NBYTES = 32
 _KEY_MARKER = b"\xff" * TOKEN_NBYTES
 _MARKED_NBYTES = len(_KEY_MARKER) + HASH_NBYTES
 _NO_DIGEST = bytes(HASH_NBYTES)
+CONTEXT_OF_NOTHING = xxhash.xxh3_64_intdigest(b"")
 
 
 class HashKind(enum.StrEnum):
@@ -194,6 +202,24 @@ def _packed_keys(keys: Keys) -> bytes:
     for start, key in keys:
         parts += (struct.pack("<II", start, len(key)), key)
     return b"".join(parts)
+
+
+def context_digests(tokens: bytes, block_tokens: int, keys: Keys = NO_KEYS) -> list[int]:
+    """The context of each block of a prompt, u64; the last block may be short. `keys` are the prompt's.
+
+    One pass, about 0.15 us a block: what has been fed stays in the state, of which a digest is taken before each block.
+    """
+    width = block_tokens * TOKEN_NBYTES
+    blocks_with_keys = {start // block_tokens for start, _ in keys}
+    state = xxhash.xxh3_64()
+    contexts = []
+    for block, at in enumerate(range(0, len(tokens), width)):
+        contexts.append(state.intdigest())
+        state.update(tokens[at : at + width])
+        if block in blocks_with_keys:
+            first, last = bisect_left(keys, (block * block_tokens,)), bisect_left(keys, ((block + 1) * block_tokens,))
+            state.update(_KEY_MARKER + _packed_keys(keys[first:last]))  # no token id equals the marker
+    return contexts
 
 
 def keys_digest(keys: Keys) -> bytes:

@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.config import DEFAULT_ADDRESS, Config, DiskConfig, config_from, load_config, option_names, parse_nbytes
+from kvstore.config import (
+    DEFAULT_ADDRESS,
+    Config,
+    DiskConfig,
+    MemoryConfig,
+    config_from,
+    load_config,
+    option_names,
+    parse_nbytes,
+)
 from kvstore.errors import ConfigInvalid
 
 VALUES = {
@@ -15,6 +24,7 @@ VALUES = {
     "memory.capacity": ("2GiB", 2 << 30),
     "memory.path": ("/dev/shm/other", "/dev/shm/other"),
     "memory.checksums": (False, False),
+    "memory.verify": (True, True),
     "memory.session_share": (0.25, 0.25),
     "memory.keep": (False, False),
     "disk.path": (["/ssd", "/other"], ("/ssd", "/other")),
@@ -62,6 +72,7 @@ def test_defaults() -> None:
     assert config.address == DEFAULT_ADDRESS
     assert config.memory.capacity == 0  # none: `serve` refuses to start
     assert (config.memory.checksums, config.memory.session_share, config.memory.keep) == (True, 0.5, True)
+    assert not config.memory.verify
     assert config.disk == DiskConfig(path=(), capacity=0, write="through", write_budget=0)  # none
 
 
@@ -111,6 +122,7 @@ def test_unknown_key_names_the_nearest(values: dict[str, object], unknown: str, 
         ("memory.path", 7, "str"),
         ("memory.checksums", "yes", "bool"),
         ("memory.checksums", 1, "bool"),
+        ("memory.verify", "yes", "bool"),
         ("memory.session_share", 0, "> 0"),
         ("memory.session_share", 1.01, "<= 1"),
         ("memory.session_share", float("nan"), "0"),
@@ -190,6 +202,13 @@ def test_folders_and_capacity_of_the_disk_must_fit(values: dict[str, object], re
         config_from({"disk": values})
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_verify_without_checksums_is_one_clear_line() -> None:
+    with pytest.raises(ConfigInvalid, match=r"^config: memory\.verify=true needs memory\.checksums=true: .*$"):
+        load_config(None, {"memory.verify": True, "memory.checksums": False})
+    with pytest.raises(ConfigInvalid, match=r"memory\.verify"):
+        MemoryConfig(verify=True, checksums=False)
 
 
 def test_a_disk_made_by_hand_is_checked_too() -> None:

@@ -48,9 +48,9 @@ def slot_of(extent: int, index: int) -> int:
 def block(slot: int, number: int, parent: bytes, name: bytes = b"", num_tokens: int = 8, generation: int = 1) -> Stored:
     """A block whose hash and payload follow from its name and place."""
     seed = xxhash.xxh3_128_digest(parent + name + number.to_bytes(4, "little"))
-    payload = np.random.default_rng(list(seed)).bytes(SLOT - HEADER_NBYTES - 100)
+    payload = np.random.default_rng(list(seed)).bytes((SLOT - HEADER_NBYTES) // 8 * num_tokens)
     tokens = np.frombuffer(seed * 2, "<u4")[:num_tokens].tobytes()
-    identity = Identity(SPEC, seed, parent, number, tokens, num_tokens, bytes(16))
+    identity = Identity(SPEC, seed, parent, number, tokens, num_tokens, bytes(16), number, 8)
     rects = (Rect((0, 2), (0, 4), xxhash.xxh3_64_intdigest(payload)),)
     buffer = mmap.mmap(-1, SLOT)
     buffer[: HEADER_NBYTES + len(payload)] = page_of(Header(identity, len(payload), generation, rects)) + payload
@@ -298,7 +298,7 @@ def test_a_cut_slab_is_mended_and_lost_extents_are_empty(place: Path, caplog: py
         (lambda path: path.write_bytes(b"the operator's notes"), "is not a slab of ours"),
         (lambda path: path.write_bytes(b""), "is not a slab of ours"),
         (lambda path: os.truncate(path, 30), "has a damaged superblock"),
-        (lambda path: overwrite(path, b"\2", 8), "has format version 2, not 1"),
+        (lambda path: overwrite(path, b"\1", 8), "has format version 1, not 2"),
         (lambda path: overwrite(path, b"\xff", 40), "has a damaged superblock"),
     ],
     ids=["foreign", "empty", "short", "version", "sum"],
@@ -602,8 +602,8 @@ def test_a_rebuild_takes_only_what_may_have_been_written(place: Path) -> None:
     with closing(open_disk(place)) as disk:
         store(disk, [*blocks, twin])
     overwrite(place / "slab", b"\xff", DATA_OFFSET + 3 * SLOT + 50)
-    overwrite(place / "slab", page_of(Header(Identity(SPEC, *[b"x" * 16] * 2, 0, b"1234", 1, bytes(16)), SLOT, 1, ())),
-              DATA_OFFSET + 4 * SLOT)  # fmt: skip
+    identity = Identity(SPEC, b"x" * 16, b"x" * 16, 0, b"1234", 1, bytes(16), 0, 1)
+    overwrite(place / "slab", page_of(Header(identity, SLOT, 1, ())), DATA_OFFSET + 4 * SLOT)
     subprocess.run(["rm", "-r", str(place / "index")], check=True)
     with closing(open_disk(place)) as disk:
         rebuilt(disk)
@@ -678,7 +678,10 @@ def test_check_finds_twins_and_what_has_no_sum(family: tuple[Disk, list[Stored],
     unsummed = block(slot_of(0, 10), 4, one[3].row.block_hash)
     unsummed.data[:HEADER_NBYTES] = page_of(
         Header(
-            Identity(SPEC, *unsummed.row[1:4], bytes(unsummed.data[112:144]), 8, bytes(16)), SLOT - HEADER_NBYTES, 1, ()
+            Identity(SPEC, *unsummed.row[1:4], bytes(unsummed.data[112:144]), 8, bytes(16), 4, 8),
+            SLOT - HEADER_NBYTES,
+            1,
+            (),
         )
     )
     store(disk, [twin, unsummed])

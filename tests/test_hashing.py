@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radix import (
+    CONTEXT_OF_NOTHING,
     NO_KEYS,
     TOKEN_MAX,
     HashKind,
@@ -24,6 +25,7 @@ from radix import (
     block_symbols,
     block_symbols_of,
     common_tokens,
+    context_digests,
     hash_block,
     hash_prefix,
     keys_digest,
@@ -65,6 +67,47 @@ def test_golden_symbols() -> None:
     keys = normalise_keys([(start, bytes.fromhex(key)) for start, key in VECTORS["keys"]])
     assert keys_digest(keys_in(keys, 8, 16)).hex() == VECTORS["digest_of_block_1"]
     assert block_symbols(token_bytes(VECTORS["tokens"][:8]), keys_in(keys, 0, 8)).hex() == VECTORS["symbols_of_block_0"]
+
+
+def test_golden_contexts() -> None:
+    """COR: a changed one makes every stored block a miss."""
+    tokens, block_tokens = token_bytes(VECTORS["tokens"]), VECTORS["block_tokens"]
+    keys = normalise_keys([(start, bytes.fromhex(key)) for start, key in VECTORS["keys"]])
+    assert [f"{each:016x}" for each in context_digests(tokens, block_tokens)] == VECTORS["contexts"]
+    assert [f"{each:016x}" for each in context_digests(tokens, block_tokens, keys)] == VECTORS["contexts_with_keys"]
+
+
+def test_context_is_the_documented_one() -> None:
+    """COR: all that comes before a block, and nothing of the block itself."""
+    tokens, keys = token_bytes(range(10)), normalise_keys([(1, b"cat"), (5, b""), (5, b"dog"), (9, b"last")])
+    first = tokens[:16] + b"\xff\xff\xff\xff" + struct.pack("<III", 1, 1, 3) + b"cat"
+    second = tokens[16:32] + b"\xff\xff\xff\xff" + struct.pack("<III", 2, 5, 0) + struct.pack("<II", 5, 3) + b"dog"
+    messages = [b"", first, first + second]
+    assert context_digests(tokens, 4, keys) == [xxhash.xxh3_64_intdigest(message) for message in messages]
+    assert context_digests(b"", 4) == []
+    assert context_digests(tokens[:4], 4) == [CONTEXT_OF_NOTHING]
+
+
+@given(
+    prompts=st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 2), min_size=4, max_size=9),
+            st.lists(st.tuples(st.integers(0, 4), st.sampled_from([b"", b"\0", b"\xff" * 4])), max_size=3),
+        ),
+        min_size=2,
+        max_size=2,
+    )
+)
+def test_contexts_are_equal_only_where_all_before_is(prompts: list[tuple[list[int], list[tuple[int, bytes]]]]) -> None:
+    """COR, IDN."""
+    (one, one_keys), (other, other_keys) = [(tokens, normalise_keys(keys)) for tokens, keys in prompts]
+    pairs = zip(
+        context_digests(token_bytes(one), 2, one_keys), context_digests(token_bytes(other), 2, other_keys), strict=False
+    )
+    for block, (a, b) in enumerate(pairs):
+        before = 2 * block
+        same = one[:before] == other[:before] and keys_in(one_keys, 0, before) == keys_in(other_keys, 0, before)
+        assert (a == b) == same
 
 
 def test_message_is_the_documented_one() -> None:

@@ -5,7 +5,7 @@ import logging
 import os
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvstore import Cache, Client, Hit, KVSpec
-from kvstore.core.layout import NBYTES_OFFSET, STATE_OFFSET, TOKENS_OFFSET
+from kvstore.core.layout import HEADER_NBYTES, NBYTES_OFFSET, RECTS_OFFSET, STATE_OFFSET, TOKENS_OFFSET
 from kvstore.service import hold as hold_module
 from kvstore.service import link as link_module
 from tests.daemons import (
@@ -21,6 +21,7 @@ from tests.daemons import (
     Daemon,
     assert_balanced,
     chat,
+    embedded,
     holds,
     kv_of,
     read,
@@ -58,6 +59,7 @@ HEADER_PARTS = {
     "keys digest": 82,
     "keys start": 96,
     "number": 100,
+    "context": 104,
     "first token": TOKENS_OFFSET,
     "last token": TOKENS_OFFSET + 4 * 15,
 }
@@ -111,6 +113,67 @@ def test_damage_beside_the_identity_does_not_hide_a_block(client: Client, cache:
     with cache.acquire(tokens) as hit:
         damage(hit, 1, STATE_OFFSET, 16)
         assert hit.wait() == verified(hit, tokens) == 32
+    assert not any(facts(client)["stats"]["discards"].values())
+
+
+@pytest.fixture
+def strict() -> Iterator[Client]:
+    """A store whose readers sum what they read."""
+    with embedded(verify=True) as client:
+        yield client
+
+
+@pytest.mark.parametrize("asked", [80, 75, 40], ids=["whole blocks", "part of the last", "some"])
+@pytest.mark.parametrize("bad", [0, 2])
+def test_a_flipped_payload_is_a_miss_where_readers_sum(strict: Client, bad: int, asked: int) -> None:
+    """COR: memory.verify. Also where only the first tokens of a block count: all of it was summed."""
+    cache, tokens = strict.attach(SPEC), chat(1, 80)
+    assert store(cache, tokens)
+    with cache.acquire(tokens[:asked]) as hit:
+        assert hit.num_tokens == asked
+        damage(hit, bad, HEADER_NBYTES + SPEC.block_nbytes - 1)
+        assert hit.wait() == verified(hit, tokens) == 16 * bad
+    assert facts(strict)["stats"]["discards"] == {"payload": 1}
+    assert read(cache, tokens) == 16 * bad
+    assert store(cache, tokens)
+    assert read(cache, tokens) == 80
+    assert_balanced(facts(strict))
+
+
+@pytest.mark.parametrize("at", [STATE_OFFSET, STATE_OFFSET + 8, RECTS_OFFSET, RECTS_OFFSET + 9])
+def test_a_flipped_sum_is_a_miss_where_readers_sum(strict: Client, at: int) -> None:
+    """COR: what cannot be verified does not count."""
+    cache, tokens = strict.attach(SPEC), chat(1, 80)
+    assert store(cache, tokens)
+    with cache.acquire(tokens) as hit:
+        damage(hit, 2, at)
+        assert hit.wait() == verified(hit, tokens) == 32
+    assert facts(strict)["stats"]["discards"] == {"payload": 1}
+    assert store(cache, tokens)
+    assert read(cache, tokens) == 80
+
+
+@pytest.mark.parametrize("by_array", [False, True])
+def test_what_is_right_is_read_where_readers_sum(strict: Client, by_array: bool) -> None:
+    """COR, its twin: blocks of any length, summed by their writer or later, or not yet."""
+    for number, spec in enumerate((SPEC, OPAQUE)):
+        cache = strict.attach(spec)
+        for length in (16, 28, 80, 1600):
+            tokens = chat(100 * number + length, length)
+            assert store(cache, tokens, by_array=by_array)
+            assert read(cache, tokens) == length
+            assert read(cache, [*tokens[: length - 4], 5, 5, 5, 5]) == length - 4
+    wait_until(lambda: not by_array or facts(strict)["stats"]["blocks_summed"] >= 109)
+    assert all(read(strict.attach(SPEC), chat(length, length)) == length for length in (16, 28, 80, 1600))
+    assert not any(facts(strict)["stats"]["discards"].values())
+
+
+def test_without_verify_a_reader_does_not_sum(client: Client, cache: Cache) -> None:
+    """PRF: the option's twin, and its price: a flip in RAM is seen only when the block leaves it."""
+    assert store(cache, chat(1))
+    with cache.acquire(chat(1)) as hit:
+        damage(hit, 1, HEADER_NBYTES + 5)
+        assert hit.wait() == 64
     assert not any(facts(client)["stats"]["discards"].values())
 
 

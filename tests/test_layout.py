@@ -40,7 +40,14 @@ def golden() -> Header:
     tokens = b"".join(token.to_bytes(4, "little") for token in given["tokens"])
     names = ("fingerprint", "block_hash", "parent", "keys_digest")
     hashes = {name: bytes.fromhex(given[name]) for name in names}
-    identity = Identity(**hashes, number=given["number"], tokens=tokens, keys_start=given["keys_start"])
+    identity = Identity(
+        **hashes,
+        number=given["number"],
+        tokens=tokens,
+        keys_start=given["keys_start"],
+        context=int(given["context"], 16),
+        block_tokens=given["block_tokens"],
+    )
     rects = tuple(Rect(tuple(each["layers"]), tuple(each["heads"]), int(each["sum"], 16)) for each in VECTORS["rects"])
     return Header(identity, VECTORS["payload_nbytes"], VECTORS["generation"], rects)
 
@@ -68,8 +75,10 @@ def test_golden_page() -> None:
 def test_golden_page_lies_as_documented() -> None:
     page, given = page_of(golden()), VECTORS["identity"]
     assert page[:8] == b"KVSLOT\r\n"
-    assert page[12:16] == len(given["tokens"]).to_bytes(4, "little")
+    assert page[12:14] == len(given["tokens"]).to_bytes(2, "little")
+    assert page[14:16] == given["block_tokens"].to_bytes(2, "little")
     assert page[48:64].hex() == given["block_hash"]
+    assert page[104:112] == int(given["context"], 16).to_bytes(8, "little")
     assert page[TOKENS_OFFSET : TOKENS_OFFSET + 4] == given["tokens"][0].to_bytes(4, "little")
     identity = page[: TOKENS_OFFSET + 4 * len(given["tokens"])] + page[2160:2168]
     assert page[2168:2176] == xxhash.xxh3_64_intdigest(identity).to_bytes(8, "little")
@@ -97,6 +106,14 @@ def test_flipped_bits_elsewhere_change_nothing() -> None:
         assert parse_header(flipped(page, bit)) == header
 
 
+def test_a_header_says_in_what_slot_its_block_lies() -> None:
+    """RST: whoever finds one without a table, at a place of another slot size, knows it for a leftover."""
+    header = golden()._replace(payload_nbytes=5 * 1000)
+    assert header.is_short
+    assert header.slot_nbytes == HEADER_NBYTES + 16 * 4096  # 64 tokens of 1,000 bytes
+    assert not header._replace(identity=header.identity._replace(block_tokens=5)).is_short
+
+
 def test_page_of_zeros_or_noise_is_no_header() -> None:
     rng = random.Random(2)
     assert parse_header(bytes(HEADER_NBYTES)) is None
@@ -105,13 +122,13 @@ def test_page_of_zeros_or_noise_is_no_header() -> None:
 
 @pytest.mark.parametrize(
     ("offset", "value"),
-    [(0, b"KVSLOT\n\n"), (8, (2).to_bytes(4, "little")), (12, (BLOCK_TOKENS_MAX + 1).to_bytes(4, "little"))],
-    ids=["magic", "version", "num_tokens"],
+    [(0, b"KVSLOT\n\n"), (8, b"\1\0\0\0"), (12, b"\x41\0"), (14, (BLOCK_TOKENS_MAX + 1).to_bytes(2, "little"))],
+    ids=["magic", "version", "more tokens than a whole block", "block_tokens"],
 )
 def test_other_format_with_a_right_sum_is_no_header(offset: int, value: bytes) -> None:
     page = bytearray(page_of(golden()))
     page[offset : offset + len(value)] = value
-    num_tokens = int.from_bytes(page[12:16], "little")
+    num_tokens = int.from_bytes(page[12:14], "little")
     right = identity_sum(bytes(page[: TOKENS_OFFSET + 4 * num_tokens]), golden().payload_nbytes)
     page[NBYTES_OFFSET + 8 : STATE_OFFSET] = right.to_bytes(8, "little")
     assert parse_header(bytes(page)) is None
@@ -170,7 +187,7 @@ digests, numbers = st.binary(min_size=16, max_size=16), st.integers(0, (1 << 32)
 spans = st.tuples(st.integers(0, RECT_INDEX_MAX), st.integers(0, RECT_INDEX_MAX)).map(
     lambda span: (span[0], span[0] + span[1])
 )
-identities = st.builds(
+plain_identities = st.builds(
     Identity,
     fingerprint=st.binary(min_size=32, max_size=32),
     block_hash=digests,
@@ -179,6 +196,11 @@ identities = st.builds(
     tokens=st.integers(0, BLOCK_TOKENS_MAX).flatmap(lambda count: st.binary(min_size=4 * count, max_size=4 * count)),
     keys_start=numbers,
     keys_digest=digests,
+    context=st.integers(0, (1 << 64) - 1),
+    block_tokens=st.integers(1, BLOCK_TOKENS_MAX),
+)
+identities = plain_identities.map(
+    lambda identity: identity._replace(block_tokens=max(identity.block_tokens, len(identity.tokens) // 4))
 )
 headers = st.builds(
     Header,
@@ -210,6 +232,7 @@ def test_many_headers_at_once_are_the_same_headers(block_tokens: int, num_blocks
     rng = random.Random(seed)
     fingerprint, parent = rng.randbytes(32), rng.randbytes(16)
     hashes, tokens = rng.randbytes(16 * num_blocks), rng.randbytes(4 * num_blocks * block_tokens)
+    contexts = [rng.getrandbits(64) for _ in range(num_blocks)]
     chain, width = parent + hashes, 4 * block_tokens
     expected = [
         identity_bytes(
@@ -221,9 +244,11 @@ def test_many_headers_at_once_are_the_same_headers(block_tokens: int, num_blocks
                 tokens[at * width : (at + 1) * width],
                 block_tokens,
                 bytes(16),
+                contexts[at],
+                block_tokens,
             )
         )
         for at in range(num_blocks)
     ]
-    rows = identity_rows(fingerprint, parent, hashes, tokens, block_tokens)
+    rows = identity_rows(fingerprint, parent, hashes, tokens, contexts, block_tokens)
     assert [row.tobytes() for row in rows] == expected

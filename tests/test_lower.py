@@ -275,6 +275,49 @@ def test_a_block_that_cannot_be_written_takes_its_children_along(node: Node) -> 
     assert node.store.stats.writes_dropped == {"io": 3}
 
 
+def test_a_block_damaged_in_memory_leaves_it_and_can_be_stored_anew(node: Node) -> None:
+    """COR: found before it is written; what hangs below it goes too, what is above stays."""
+    node.put(ids(1, 5))
+    lease, got = node.acquire(ids(1, 5))
+    node.store.on_time(node.store.now_ms + 200)
+    node.ask()
+    (group,) = node.groups
+    bad = [block for block in group.blocks if block.number in (2, 3)]
+    for block in bad[::-1]:
+        node.lower.damaged(group.id, block.disk_slot)
+        node.store.check()
+    assert node.store.stats.discards == {"payload": 2}
+    text = node.text(ids(1, 5))
+    assert node.store.find(text.entry.spec_id, text.query) == 8, "at once, not when the group has ended"
+    assert node.put(ids(1, 5)) == 3
+    failed = frozenset(block.disk_slot for block in group.blocks[2:])
+    node.groups.clear()
+    node.disk.commit_rows(group, {block.disk_slot for block in group.blocks[:2]})
+    node.lower.writes.almost_written()
+    node.lower.writes.committed(group.id, failed, True, node.store.now_ms)
+    node.store.check()
+    assert node.store.stats.writes_dropped["payload"] == 3
+    assert got.num_tokens == 20
+    node.store.release(node.session, [lease])
+    assert node.read(ids(1, 5)) == 20
+    node.run()
+    assert node.counts() == (5, 5), "written when it was used again"
+
+
+@pytest.mark.parametrize(("reason", "left"), [("payload", 12), ("header", 4)])
+def test_a_damaged_payload_costs_memory_only(node: Node, reason: str, left: int) -> None:
+    """COR: its header is whole as where names collide, but the copy below is another, and was summed."""
+    node.put(ids(1, 3))
+    node.run()
+    lease, _ = node.acquire(ids(1, 3))
+    node.store.discard(node.session, lease, 1, reason)
+    node.store.release(node.session, [lease])
+    node.store.check()
+    assert node.counts()[0] == 1
+    assert node.read(ids(1, 3)) == left
+    assert node.store.stats.discards == {reason: 1}
+
+
 def test_restart_finds_what_was_committed_and_nothing_else(node: Node) -> None:
     """RST, L#562."""
     for first in range(6):

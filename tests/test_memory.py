@@ -125,7 +125,7 @@ def test_a_header_is_read_back_and_a_damaged_one_is_none(place: Path) -> None:
         slot = 8192 + 2
         offset = slab.offset(slot, 12288)
         assert offset == SMALL.data_offset + SMALL.extent_nbytes + 2 * 12288
-        identity = Identity(bytes(32), b"h" * 16, b"p" * 16, 5, b"\1\0\0\0\2\0\0\0", 2, bytes(16))
+        identity = Identity(bytes(32), b"h" * 16, b"p" * 16, 5, b"\1\0\0\0\2\0\0\0", 2, bytes(16), 1, 2)
         write_header(slab, offset, Header(identity, 5000, 3, ()))
         header = slab.header(slot)
         assert header is not None

@@ -37,7 +37,7 @@ SAMPLES: list[Message] = [
     wire.Prefetch(SESSION, 7, HASHES, TOKENS, KEYS),
     wire.Report(SESSION, 7, 1500, 812.25, 850.5),
     wire.Goodbye(SESSION),
-    wire.Welcome(1, 1, 1234567890123456789, SESSION, "/dev/shm/x/slab", "/dev/shm/x/sessions", True),
+    wire.Welcome(1, 1, 1234567890123456789, SESSION, "/dev/shm/x/slab", "/dev/shm/x/sessions", True, True),
     wire.Attached(2, 7, "xxh3-128"),
     wire.Found(3, 1500),
     wire.Acquired(4, 100, SLOTS, 1),

@@ -321,6 +321,29 @@ def test_next_to_nothing_is_reused_while_somebody_is_unaccounted_for(lives: Live
     lives.store.check()
 
 
+def test_what_a_failed_carry_over_let_go_of_is_quarantined_with_the_rest(lives: Lives) -> None:
+    """COR: the client says goodbye to a session in which its carry-over failed, and dies before the next attempt; its
+    device may write on. (Found by the simulation.)"""
+    session = lives.open()
+    _, grant = lives.reserve(session, ids(2, 3))
+    lives.restart({session.number})
+    attempt = lives.open()
+    lives.store.carry(attempt.id, [(1, packed(slots_of(grant)))])
+    lives.store.close_session(attempt.id, 0.0)
+    lives.store.check()
+    again = lives.open()
+    lives.store.carry(again.id, [(1, packed(slots_of(grant)))])
+    assert list(again.leases[1].private) == slots_of(grant)
+    lives.store.close_session(again.id, 0.0)
+    newcomer = lives.open()
+    lives.store.account_for(session.number, 0.0)
+    lives.store.on_time(QUARANTINE_MS - 1)
+    assert not lives.takes(newcomer) & set(slots_of(grant))
+    lives.store.on_time(QUARANTINE_MS)
+    assert set(slots_of(grant)) <= lives.takes(newcomer)
+    lives.store.check()
+
+
 def test_the_quarantine_begins_when_the_last_one_is_accounted_for(lives: Lives) -> None:
     """COR: nothing may have happened for hours before, so that the store's own time is old."""
     session = lives.open()

@@ -391,7 +391,7 @@ def test_a_damaged_header_is_not_served(phoenix: Phoenix) -> None:
 @pytest.mark.parametrize(
     ("at", "data", "why"),
     [
-        (0, b"?", "version 1, this daemon"),
+        (0, b"?", "version 2, this daemon"),
         (8, b"\x09", "version 9"),
         (EPOCH_OFFSET, b"\xff" * 8, "damaged superblock"),
         (READY_OFFSET - 16, b"\x05", "another memory.capacity"),

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from kvstore.core.leases import SpecEntry
 from kvstore.core.moves import LoadBlocks, LoadedBlock, Outcome
 from kvstore.core.placement import LoadGate
-from kvstore.core.stats import Stats
+from kvstore.core.stats import Guard, Stats
 from kvstore.core.tier import ARRIVING, FAILED, SEALED, Tier
 from radix import HASH_NBYTES, BlockHash, Match, Pin
 
@@ -115,6 +115,7 @@ class Loads:
             self._stats.bytes_loaded += load.entry.spec.slot_nbytes
         else:
             self._stats.load_failures[outcome.value] += 1
+            self._stats.guards[Guard.CHECKSUM] += outcome is Outcome.CORRUPT
             self._memory.settle(array("I", (block.memory_slot,)), FAILED)
             self._memory.remove(load.memory_pin, load.start + index)
             self._disk.remove(load.disk_pin, load.start + index)

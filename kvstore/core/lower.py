@@ -127,6 +127,10 @@ class LowerTier:
         """Changes state. A block's load has ended."""
         self.loads.loaded(load_id, index, outcome, now_ms)
 
+    def damaged(self, group_id: int, disk_slot: int) -> None:
+        """Changes state. A block that was to be written is not what was stored: memory forgets it."""
+        self.writes.damaged(group_id, disk_slot)
+
     def forget(self, entry: SpecEntry, hashes: bytes) -> None:
         """Changes state. The last block of this chain, with all that follows it, if it is here."""
         if not self.serves(entry):

@@ -2,6 +2,22 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Guard(StrEnum):
+    """What stands between a fault and a wrong answer. Each is counted when it has held something back."""
+
+    CHECKSUM = "checksum"  # bytes that are not what was written
+    TOKENS = "tokens"  # a block of this name that is not the one asked for
+    SEAL = "seal"  # reserved blocks that never got a name, because they were never whole
+    PIN = "pin"  # room that was refused, because what lies there is in use
+    ROW = "row"  # slots that were free only once their row was deleted
+    BYTES = "bytes"  # rows that were not written, because their bytes were not
+    SESSION = "session"  # leases and reservations of the dead
+    RESTART = "restart"  # slots not reused before the clients of the daemon before had said what they hold
+    GENERATION = "generation"  # commands for a session or reservation of an earlier life
+    DEADLINE = "deadline"  # answers given because it was time, or because whoever made the answer failed
 
 
 @dataclass(slots=True)
@@ -40,6 +56,7 @@ class Stats:
     prefill_ms: float = 0.0
     ttft_reports: int = 0
     ttft_ms: float = 0.0
+    guards: Counter[str] = field(default_factory=Counter)  # by Guard
     discards: Counter[str] = field(default_factory=Counter)  # by reason, from DISCARD_REASONS
     load_failures: Counter[str] = field(default_factory=Counter)  # blocks, by Outcome
-    writes_dropped: Counter[str] = field(default_factory=Counter)  # blocks, by reason: full, budget, paused, io
+    writes_dropped: Counter[str] = field(default_factory=Counter)  # blocks: full, budget, paused, io, payload

@@ -20,7 +20,7 @@ from kvstore.core.leases import LEASES_MAX, RESERVATIONS_MAX, Lease, Reservation
 from kvstore.core.lower import LowerTier
 from kvstore.core.moves import SumBlocks, Transfer
 from kvstore.core.placement import PROBE_NBYTES
-from kvstore.core.stats import Stats
+from kvstore.core.stats import Guard, Stats
 from kvstore.core.takeover import Legacy, Takeover
 from kvstore.core.tier import FAILED, Tables, Tier
 from kvstore.core.watch import Progress, Watch
@@ -32,7 +32,7 @@ SESSIONS_MAX = 1024
 SESSION_ID_SHIFT = 15  # generations are nanoseconds: 33 us apart, ids differ, and they fit 47 bits until the year 2116
 SPECS_MAX = 65536
 QUARANTINE_MS = 10_000.0
-DISCARD_REASONS = ("header",)
+DISCARD_REASONS = ("header", "payload")
 NO_KEYS_DIGEST = keys_digest(())
 
 
@@ -126,6 +126,7 @@ class Store:
         try:
             return self._sessions[session_id]
         except KeyError:
+            self.stats.guards[Guard.GENERATION] += 1
             raise SessionLost(f"session {session_id} is unknown here") from None
 
     @property
@@ -141,6 +142,8 @@ class Store:
         session = self._sessions.pop(session_id, None)
         if session is None:
             return
+        if died:
+            self.stats.guards[Guard.SESSION] += len(session.leases) + len(session.reservations)
         slots = array("I")
         for lease_id, lease in list(session.leases.items()):
             self._end_lease(session, lease_id)
@@ -149,6 +152,8 @@ class Store:
             slots += self._end_reservation(session, reservation_id)
         if quarantine:
             self._quarantine_later(slots, now_ms)
+        elif self._takeover is not None and self._takeover.strangers:
+            self._takeover.unclaim(slots)
         else:
             self.memory.let_go(slots)
         self._free_numbers.insert(0, session.number)  # the number last in line for reuse
@@ -243,14 +248,20 @@ class Store:
                 self.memory.let_go(lease.private)
 
     def discard(self, session_id: int, lease_id: int, block: int, reason: str) -> None:
-        """Changes state. A reader found a leased block wrong: it and all that depends on it leave the tier."""
+        """Changes state. A reader found a leased block wrong: it and all that depends on it leave the tier.
+
+        `reason`: "header" if it is not the block of that name, "payload" if its bytes are not what was summed.
+        """
         lease = self.session(session_id).leases.get(lease_id)
         self.stats.discards[reason if reason in DISCARD_REASONS else "other"] += 1
         if lease is None or lease.entry is None or block >= lease.pins[0].num_slots:
             return
         self.watch.note_change()
         (pin,) = lease.pins
-        if self.lower is not None and self._symbols(_slot_at(lease.slots, block)):
+        # Of a damaged block, what the lower tier has is good: it was summed before it was written.
+        is_damaged = reason == "payload" or not self._symbols(_slot_at(lease.slots, block))
+        self.stats.guards[Guard.CHECKSUM if is_damaged else Guard.TOKENS] += 1
+        if self.lower is not None and not is_damaged:
             # Its header is whole, so another block has this name: neither may be served, in no tier.
             hashes = self.memory.tree.path_hashes(pin)[: (block + 1) * HASH_NBYTES]
             self.lower.forget(lease.entry, hashes)
@@ -303,9 +314,11 @@ class Store:
         session = self.session(session_id)
         reservation = session.pop_reservation(reservation_id)
         if reservation is None:
+            self.stats.guards[Guard.GENERATION] += 1
             return 0  # aborted, or of an earlier life: stale ids seal nothing
         entry, count = reservation.entry, min(len(summed), len(reservation.slots))
         slots, dropped = reservation.slots[:count], reservation.slots[count:]
+        self.stats.guards[Guard.SEAL] += len(dropped)
         hashes = reservation.hashes[: (reservation.start + count) * HASH_NBYTES]
         short = reservation.short and not dropped
         self.memory.unpin(reservation.parent)  # nothing is evicted before the insert, and only a free run may grow
@@ -382,7 +395,7 @@ class Store:
     def account_for(self, number: int, now_ms: float) -> None:
         """Changes state. An earlier daemon's session has carried over what it holds, or is dead."""
         if self._takeover is not None:
-            self._takeover.account_for(number)
+            self.stats.guards[Guard.RESTART] += self._takeover.account_for(number)
             self._quarantine_later(self._takeover.unclaimed(), now_ms)
 
     def add_lower(self, lower: LowerTier) -> None:
@@ -569,6 +582,7 @@ class Store:
         assert reservation is not None
         self.memory.unpin(reservation.parent)
         self.stats.reservations_aborted += 1
+        self.stats.guards[Guard.SEAL] += len(reservation.slots)
         return reservation.slots
 
     def _reserve(
@@ -587,6 +601,7 @@ class Store:
         slots = None
         if wanted <= room:
             slots = self.memory.reserve(entry.spec.slot_nbytes, wanted)
+            self.stats.guards[Guard.PIN] += slots is None
         if slots is None:
             available = min(room, self.memory.available(entry.spec.slot_nbytes), wanted - 1)
             self.memory.unpin(parent)

@@ -62,19 +62,34 @@ class Takeover:
                 private.append(slot)
         return self._pins(numbers[is_block].tolist()), private
 
-    def account_for(self, number: int) -> None:
-        """Changes state. This session has said what it holds, or its process is dead."""
+    def account_for(self, number: int) -> int:
+        """Changes state. This session has said what it holds, or its process is dead. Slots that may be reused now."""
         self._strangers.discard(number)
-        if not self._strangers and self._memory.parking:
-            self._memory.parking = False
-            self._memory.unpark(array("I", sorted(self._parked)) + self._memory.take_parked())
-            self._parked.clear()
+        if self._strangers or not self._memory.parking:
+            return 0
+        self._memory.parking = False
+        parked = array("I", sorted(self._parked)) + self._memory.take_parked()
+        self._parked.clear()
+        self._memory.unpark(parked)
+        return len(parked)
+
+    def unclaim(self, slots: array[int]) -> None:
+        """Changes state. A session ends while others are awaited: its carry-over may have failed half-way.
+
+        Then its process claims these slots again, or dies before it can, and its device may still write there.
+        """
+        self._memory.let_go(slots)
+        self._parked.update(self._memory.take_parked())
+        for slot in self._parked.intersection(slots):
+            self._parked.remove(slot)
+            self._memory.reserve_parked(slot)
+            self.reserved.add(slot)
 
     def unclaimed(self) -> array[int]:
         """Changes state. Reserved slots that nobody claimed, once nobody is left who could."""
         if self._strangers:
             return array("I")
-        slots, self.reserved = array("I", self.reserved), set()
+        slots, self.reserved = array("I", sorted(self.reserved)), set()
         return slots
 
     def _pins(self, slots: list[int]) -> tuple[Pin, ...]:

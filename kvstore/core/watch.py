@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kvstore.core.leases import Lease, Loading, SpecEntry
 from kvstore.core.lower import LowerTier
 from kvstore.core.placement import LinearCost, due_ms
-from kvstore.core.stats import Stats
+from kvstore.core.stats import Guard, Stats
 from kvstore.core.tier import FAILED, Tier
 
 WAITS_MAX = 4096
@@ -146,8 +146,9 @@ class Watch:
     def _told(self, wait: _Wait, now_ms: float) -> Progress | None:
         """What a waiting caller can be told now."""
         progress = NOTHING if wait.lease is None else self.progress(wait.lease)
-        is_told = progress.final or progress.ready >= wait.blocks or now_ms >= wait.until_ms
-        return progress if is_told else None
+        is_ready, is_time = progress.final or progress.ready >= wait.blocks, now_ms >= wait.until_ms
+        self._stats.guards[Guard.DEADLINE] += is_time and not is_ready
+        return progress if is_ready or is_time else None
 
     def _next_cut_ms(self) -> float:
         """When the first load falls behind recomputing."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from kvstore.core.leases import SpecEntry
 from kvstore.core.moves import WriteGroup, WrittenBlock
 from kvstore.core.placement import WriteBudget
-from kvstore.core.stats import Stats
+from kvstore.core.stats import Guard, Stats
 from kvstore.core.tier import ARRIVING, SEALED, Tier
 from radix import HASH_NBYTES, BlockHash, Pin
 
@@ -52,6 +52,7 @@ class _Part:
     memory_pin: Pin
     disk_pin: Pin
     blocks: list[WrittenBlock]
+    is_damaged: bool = False  # the first block that is not written was found damaged in memory
 
 
 @dataclass(slots=True)
@@ -173,6 +174,20 @@ class Writes:
         """Changes state. The group that writes does not keep the medium busy much longer; another may begin."""
         self._is_writing = False
 
+    def damaged(self, group_id: int, disk_slot: int) -> None:
+        """Changes state. The payload of a block in this group is not what was summed: memory must not serve it either.
+
+        It leaves both tiers at once, with all that hangs below it, so that it can be stored anew; `committed`, where it
+        is among the failed, follows. Leases on it go on, as after a reader's discard.
+        """
+        for part in self._groups[group_id].parts:
+            for block in part.blocks:
+                if block.disk_slot == disk_slot:
+                    part.is_damaged = True
+                    self._stats.discards["payload"] += 1
+                    self._memory.remove(part.memory_pin, block.number)
+                    self._disk.remove(part.disk_pin, block.number)
+
     def committed(self, group_id: int, failed: frozenset[int], ok: bool, now_ms: float) -> None:
         """Changes state. A group has ended. `failed`: disk slots whose block is not there; not `ok`: none is."""
         group = self._groups.pop(group_id)
@@ -181,6 +196,7 @@ class Writes:
             self._end_part(part, failed, ok)
         if ok:
             self._disk.unpark(group.deletes)
+            self._stats.guards[Guard.ROW] += len(group.deletes)
             self._pause_ms = PAUSE_MS
         else:
             self._disk.park_again(group.deletes)
@@ -224,6 +240,8 @@ class Writes:
             return None, True
         above = disk.pin(match)  # room must not be made of what it goes on from
         can_be = disk.make_room_later(slot_nbytes, total - done)
+        if can_be and not disk.pool.num_free(slot_nbytes):
+            self._make_more_room(slot_nbytes)
         disk.unpin(above)
         count = min(total - done, disk.pool.num_free(slot_nbytes), max(1, room_nbytes // slot_nbytes))
         if not count:
@@ -234,6 +252,12 @@ class Writes:
         hashes = item.hashes[: (done + count) * HASH_NBYTES]
         part = self._insert(item, hashes, done, count)
         return part, done + count == total
+
+    def _make_more_room(self, slot_nbytes: int) -> None:
+        """Changes state. The tier is full: evict for a group of what waits, else each group would write one chain."""
+        disk, waiting_nbytes = self._disk, min(self.queued_nbytes - self._hold_nbytes, GROUP_NBYTES)
+        could_be = disk.num_parked(slot_nbytes) + disk.tree.num_evictable(slot_nbytes)
+        disk.make_room_later(slot_nbytes, min(waiting_nbytes // slot_nbytes, could_be))
 
     def _insert(self, item: _Item, hashes: bytes, done: int, count: int) -> _Part | None:
         entry, disk = item.entry, self._disk
@@ -276,7 +300,9 @@ class Writes:
         self._stats.bytes_written += sum(block.slot_nbytes for block in part.blocks[: len(there)])
         if len(there) < len(part.blocks):
             part.item.is_broken = True
-            self._stats.writes_dropped["io"] += len(part.blocks) - len(there)
+            reason = "payload" if part.is_damaged else "io"
+            self._stats.writes_dropped[reason] += len(part.blocks) - len(there)
+            self._stats.guards[Guard.CHECKSUM if part.is_damaged else Guard.BYTES] += len(part.blocks) - len(there)
             self._disk.remove(part.disk_pin, part.blocks[len(there)].number)
         self._disk.unpin(part.disk_pin)
         self._memory.unpin(part.memory_pin)

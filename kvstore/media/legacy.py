@@ -32,9 +32,9 @@ from radix import LoadedBlocks
 # The start of a header page, as layout.py draws it.
 _HEAD = np.dtype(
     {
-        "names": ["magic", "version", "num_tokens", "fingerprint", "hash", "parent", "number", "nbytes"],
-        "formats": ["S8", "<u4", "<u4", "V32", "V16", "V16", "<u4", "<u8"],
-        "offsets": [0, 8, 12, 16, 48, 64, 100, NBYTES_OFFSET],
+        "names": ["magic", "version", "num_tokens", "block_tokens", "hash", "parent", "number", "nbytes"],
+        "formats": ["S8", "<u4", "<u2", "<u2", "V16", "V16", "<u4", "<u8"],
+        "offsets": [0, 8, 12, 14, 48, 64, 100, NBYTES_OFFSET],
         "itemsize": STATE_OFFSET,
     }
 )
@@ -57,10 +57,7 @@ def are_sound(slab: Slab) -> bool:
 
 
 def _names_another_size(slab: Slab, extents: list[int]) -> bool:
-    """Whether no block is where it should be, or one is that should not fit so well.
-
-    A block that others of its spec follow is whole, so that its payload says how large its slot should be.
-    """
+    """Whether no block is where it should be, or one is whose slot should be of another size."""
     sizes = slab.tables.extents[extents].tolist()
     heads = [slab.headers(extent, size, _HEAD) for extent, size in zip(extents, sizes, strict=True)]
     states = slab.tables.slots["state"].reshape(-1, SLOTS_PER_EXTENT_MAX)[extents]
@@ -71,15 +68,11 @@ def _names_another_size(slab: Slab, extents: list[int]) -> bool:
     def column(name: str) -> npt.NDArray[Any]:
         return np.concatenate([head[name][at] for head, at in zip(heads, sealed, strict=True)])
 
-    tokens, numbers, nbytes = column("num_tokens"), column("number"), column("nbytes")
-    _, spec = np.unique(column("fingerprint").view("S32"), return_inverse=True)
-    most, deepest = np.zeros(len(spec), np.uint32), np.zeros(len(spec), np.uint32)
-    np.maximum.at(most, spec, tokens)
-    np.maximum.at(deepest, spec, numbers)
     size_of = np.repeat(np.array(sizes, np.uint64), [int(at.sum()) for at in sealed])
-    page = np.uint64(PAGE_NBYTES)
+    token_nbytes = column("nbytes") // np.maximum(column("num_tokens"), 1)
+    nbytes, page = token_nbytes * column("block_tokens"), np.uint64(PAGE_NBYTES)
     size_wanted = (nbytes // page + (nbytes % page > 0)) * page + np.uint64(HEADER_NBYTES)
-    odd = (tokens == most[spec]) & (deepest[spec] > 0) & (size_wanted != size_of)
+    odd = size_wanted != size_of
     if not odd.any():
         return False
     pages = [slab.headers(extent, size, _RAW)[at] for extent, size, at in zip(extents, sizes, sealed, strict=True)]
@@ -121,7 +114,9 @@ def _legacy(slab: Slab, slot_nbytes: int) -> Legacy:
 
 def _is_whole(head: np.void) -> bool:
     num_tokens, row = int(head["num_tokens"]), head.tobytes()
-    if head["magic"] != MAGIC.rstrip(b"\0") or head["version"] != VERSION or num_tokens > BLOCK_TOKENS_MAX:
+    if head["magic"] != MAGIC.rstrip(b"\0") or head["version"] != VERSION:
+        return False
+    if not num_tokens <= int(head["block_tokens"]) <= BLOCK_TOKENS_MAX:
         return False
     nbytes = int.from_bytes(row[NBYTES_OFFSET : NBYTES_OFFSET + 8], "little")
     found = int.from_bytes(row[NBYTES_OFFSET + 8 : STATE_OFFSET], "little")
@@ -129,11 +124,9 @@ def _is_whole(head: np.void) -> bool:
 
 
 def _blocks(slab: Slab, slots: npt.NDArray[np.uint32], heads: npt.NDArray[np.void]) -> LoadedBlocks:
-    """A block is short if others of its spec hold more tokens. Last use is not kept: the order of writing stands in."""
-    _, kind = np.unique(heads["fingerprint"].view("S32") if len(heads) else np.empty(0, "S32"), return_inverse=True)
-    most = np.zeros(len(heads) + 1, np.uint32)
-    np.maximum.at(most, kind, heads["num_tokens"])
+    """Last use is not kept: the order of writing stands in."""
     generations = slab.tables.slots["generation"][slots]
     order = np.empty(len(slots), np.int64)
     order[np.argsort(generations, kind="stable")] = np.arange(1, len(slots) + 1)
-    return LoadedBlocks(slots, heads["hash"], heads["parent"], heads["number"], heads["num_tokens"] < most[kind], order)
+    is_short = heads["num_tokens"] < heads["block_tokens"]
+    return LoadedBlocks(slots, heads["hash"], heads["parent"], heads["number"], is_short, order)

@@ -27,11 +27,11 @@ import numpy.typing as npt
 
 from kvstore.core.layout import HEADER_NBYTES, PAGE_NBYTES, Header, parse_header
 from kvstore.core.slots import SLOTS_PER_EXTENT_MAX, slot_offset
-from kvstore.core.tier import SLOT_ROW, Tables
+from kvstore.core.tier import ARRIVING, RESERVED, SLOT_ROW, Tables
 from kvstore.errors import TierUnavailable
 
 MAGIC = b"KVSLAB\r\n"
-VERSION = 1
+VERSION = 2
 HUGE_PAGE_NBYTES = 2 << 20
 MADV_POPULATE_WRITE = 23  # Linux 5.14; Python 3.11's mmap module does not name it
 
@@ -200,6 +200,17 @@ class Slab:
     def contains(self, offsets: npt.NDArray[np.int64], slot_nbytes: int) -> bool:
         """Query. Whether slots at these offsets lie within the slab."""
         return not len(offsets) or int(offsets.max()) + slot_nbytes <= self.geometry.file_nbytes
+
+    def are_reserved(self, slots: bytes, slot_nbytes: int, generation: int) -> bool:
+        """Query. Whether the daemon's table says the same of these slots (u32le, within the slab) as its answer."""
+        numbers = np.frombuffer(slots, "<u4")
+        rows, sizes = self.tables.slots[numbers], self.tables.extents[numbers // SLOTS_PER_EXTENT_MAX]
+        return bool(((rows["state"] == RESERVED) & (rows["generation"] == generation) & (sizes == slot_nbytes)).all())
+
+    def num_arrived(self, slots: bytes) -> int:
+        """Query. How many of these slots (u32le, within the slab), from the first on, are not on their way up."""
+        arriving = self.tables.slots["state"][np.frombuffer(slots, "<u4")] == ARRIVING
+        return int(arriving.argmax()) if arriving.any() else len(arriving)
 
     def read_rows(self, offsets: npt.NDArray[np.int64], nbytes: int) -> npt.NDArray[np.uint8]:
         """Query. The first bytes of many slots: [B, nbytes], copied."""

@@ -25,12 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvstore")
 
-FOUND = np.dtype(
-    [
-        *(("slot", "<u4"), ("slot_nbytes", "<u4"), ("hash", "<u8", (2,)), ("generation", "<u8")),
-        *(("num_tokens", "<u2"), ("fingerprint", "<u4")),
-    ]
-)
+FOUND = np.dtype([("slot", "<u4"), ("hash", "<u8", (2,)), ("generation", "<u8")])
 SLOTS_PER_COMMIT = 1024
 
 T = TypeVar("T")
@@ -43,26 +38,19 @@ def rebuild_rows(disk: Disk, extents: Sequence[tuple[int, int]], progress: Calla
         doubles = _older_doubles(found)
         for batch in _batches(found["slot"][doubles].tolist()):
             disk.commit((), batch)
-        shorts = found[_are_short(found) & ~doubles]
-        for some in _batches(zip(shorts["slot"].tolist(), shorts["slot_nbytes"].tolist(), strict=True)):
-            headers = {slot: _header(disk, slot, slot_nbytes, view) for slot, slot_nbytes in some}
-            disk.commit([_row(slot, header, is_short=True) for slot, header in headers.items() if header], ())
     log.info("ssd: index rebuilt extents=%d blocks=%d", len(extents), len(found) - int(doubles.sum()))
 
 
 def _commit_all(
     disk: Disk, extents: Sequence[tuple[int, int]], view: memoryview, progress: Callable[[int, int], None]
 ) -> npt.NDArray[np.void]:
-    """Every block as if it were whole; how long they are is known at the end."""
     found = [np.zeros(0, FOUND)]
-    fingerprints: dict[bytes, int] = {}
     for done, (extent, slot_nbytes) in enumerate(extents, 1):
         slots = range(extent * SLOTS_PER_EXTENT_MAX, extent * SLOTS_PER_EXTENT_MAX + _num_slots(disk, slot_nbytes))
         for some in _batches(slots):
             headers = {slot: header for slot in some if (header := _header(disk, slot, slot_nbytes, view))}
-            disk.commit([_row(slot, header, is_short=False) for slot, header in headers.items()], ())
-            facts = [_facts(slot, slot_nbytes, header, fingerprints) for slot, header in headers.items()]
-            found.append(np.array(facts, FOUND))
+            disk.commit([_row(slot, header) for slot, header in headers.items()], ())
+            found.append(np.array([_facts(slot, header) for slot, header in headers.items()], FOUND))
         progress(done, len(extents))
     return np.concatenate(found)
 
@@ -72,29 +60,30 @@ def _num_slots(disk: Disk, slot_nbytes: int) -> int:
 
 
 def _header(disk: Disk, slot: int, slot_nbytes: int, view: memoryview) -> Header | None:
-    """A header that may be what was written there. A slot that cannot be read has none."""
+    """A header that may be what was written there. A slot that cannot be read has none.
+
+    One whose blocks lie in slots of another size is left over from when the extent had that size: taken for a block
+    here, it would keep its whole spec from this tier.
+    """
     try:
         disk.read_head(slot, slot_nbytes, view)
     except TierUnavailable:
         return None
     header = parse_header(view.tobytes())
-    if header is None or not header.identity.tokens or header.payload_nbytes > slot_nbytes - HEADER_NBYTES:
-        return None
-    return header
+    return header if header is not None and header.identity.tokens and header.slot_nbytes == slot_nbytes else None
 
 
-def _row(slot: int, header: Header, *, is_short: bool) -> BlockRow:
+def _row(slot: int, header: Header) -> BlockRow:
     identity = header.identity
     symbols = block_symbols_of(identity.tokens, identity.keys_start, identity.keys_digest)
     hashes = identity.block_hash, identity.parent
-    return BlockRow(slot, *hashes, identity.number, is_short, header.generation, symbols)
+    return BlockRow(slot, *hashes, identity.number, header.is_short, header.generation, symbols)
 
 
-def _facts(slot: int, slot_nbytes: int, header: Header, fingerprints: dict[bytes, int]) -> tuple[object, ...]:
-    identity = header.identity
-    halves = int.from_bytes(identity.block_hash[:8], "little"), int.from_bytes(identity.block_hash[8:], "little")
-    fingerprint = fingerprints.setdefault(identity.fingerprint, len(fingerprints))
-    return slot, slot_nbytes, halves, header.generation, len(identity.tokens) // 4, fingerprint
+def _facts(slot: int, header: Header) -> tuple[object, ...]:
+    block_hash = header.identity.block_hash
+    halves = int.from_bytes(block_hash[:8], "little"), int.from_bytes(block_hash[8:], "little")
+    return slot, halves, header.generation
 
 
 def _older_doubles(found: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
@@ -104,14 +93,6 @@ def _older_doubles(found: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
     doubles = np.zeros(len(found), np.bool_)
     doubles[order[:-1]] = (hashes[:-1] == hashes[1:]).all(axis=1)
     return doubles
-
-
-def _are_short(found: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-    """Headers do not say block_tokens: the longest block of a spec stands for it."""
-    largest = np.zeros(int(found["fingerprint"].max(initial=0)) + 1, np.uint16)
-    np.maximum.at(largest, found["fingerprint"], found["num_tokens"])
-    short: npt.NDArray[np.bool_] = found["num_tokens"] < largest[found["fingerprint"]]
-    return short
 
 
 def _batches(items: Iterable[T]) -> Iterator[list[T]]:

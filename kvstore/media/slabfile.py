@@ -35,7 +35,7 @@ from kvstore.media.folder import make_private
 log = logging.getLogger("kvstore")
 
 MAGIC = b"KVDISK\r\n"
-VERSION = 1
+VERSION = 2
 TABLE_OFFSET = PAGE_NBYTES
 DATA_OFFSET = 4 << 20  # room for the table of as many extents as slot numbers (u32) can name, so that data never moves
 SCRATCH_OFFSET = DATA_OFFSET - PAGE_NBYTES

@@ -110,7 +110,6 @@ class Daemon:
             self.service.note_turn(self._clock.now_ms() - began_ms)
 
     def _turn(self, ready: set[int], now_ms: float) -> None:
-        self._serve_messages()
         due_ms = self.service.next_deadline_ms()
         if self.service.movers.fd in ready or (due_ms is not None and now_ms >= due_ms):
             self.service.run_completions()
@@ -119,6 +118,7 @@ class Daemon:
         if now_ms >= self._next_sweep_ms:
             self._sweep(now_ms)
             self._next_sweep_ms = now_ms + (STRANGERS_MS if self.service.store.strangers else SWEEP_MS)
+        self._serve_messages()  # last: completions would take back the wake-up, and their answers the listener's signal
 
     def stop(self) -> None:
         """Changes state. Safe in a signal handler and from other threads."""

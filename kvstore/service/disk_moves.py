@@ -1,4 +1,4 @@
-"""Carries out moves between host memory and the SSD: bytes straight between slab and file, checked on the way up."""
+"""Carries out moves between host memory and the SSD: bytes straight between slab and file, checked on either way."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import xxhash
 
@@ -25,6 +25,13 @@ T = TypeVar("T")
 log = logging.getLogger("kvstore")
 AHEAD_BLOCKS = 28  # so many left of a group, and the next one begins: the device must not run dry between two
 PATH_FAILURES_MAX = 8  # in a row; then a path counts as gone
+
+
+class Refused(NamedTuple):
+    """A block that must not leave memory. `is_damaged`: nor be served from there any more."""
+
+    reason: str
+    is_damaged: bool
 
 
 @dataclass(slots=True)
@@ -88,15 +95,19 @@ class DiskMoves:
             return Outcome.CORRUPT, f"slot {block.disk_slot} of the SSD does not hold what was written there"
         return Outcome.OK, ""
 
-    def _write_block(self, block: WrittenBlock, last_used: int) -> BlockRow | TierUnavailable | str:
+    def _write_block(self, block: WrittenBlock, last_used: int) -> BlockRow | TierUnavailable | Refused:
         """The row to commit; or why there is none: the medium's fault, or the block's own.
 
-        What is not sealed and summed never leaves memory.
+        What is not sealed and summed never leaves memory, nor what is not what was summed: below, a wrong byte would
+        be the only copy. The bytes are written from where they were just summed; what is hit in between is found
+        when the block comes back.
         """
         view = self._slab.slot(block.memory_slot, block.slot_nbytes)
         header = parse_header(bytes(view[:HEADER_NBYTES]))
         if header is None or header.identity.block_hash != block.block_hash or not header.rects:
-            return f"slot {block.memory_slot} of the slab does not hold the block it should: not written"
+            return Refused(f"slab slot {block.memory_slot}: does not hold the block it should: not written", False)
+        if not _is_whole(header, view):
+            return Refused(f"slab slot {block.memory_slot}: payload does not match its checksum: not written", True)
         try:
             self._disk.write(block.disk_slot, block.slot_nbytes, view)
         except TierUnavailable as exc:
@@ -127,12 +138,17 @@ class DiskMoves:
         self._note(transfer.blocks[index].disk_slot, reason, counts=outcome is Outcome.IO)
         self._lower.loaded(transfer.id, index, outcome, self._now_ms())
 
-    def _written(self, run: _Run, block: WrittenBlock, result: BlockRow | TierUnavailable | str) -> None:
+    def _written(self, run: _Run, block: WrittenBlock, result: BlockRow | TierUnavailable | Refused) -> None:
         if isinstance(result, BlockRow):
             self._note(block.disk_slot, "", counts=True)
             run.rows[block.disk_slot] = result
+        elif isinstance(result, TierUnavailable):
+            self._note(block.disk_slot, str(result), counts=True)
         else:
-            self._note(block.disk_slot, str(result), counts=isinstance(result, TierUnavailable))
+            log.error("%s", result.reason)
+            self.num_failures += 1
+            if result.is_damaged:
+                self._lower.damaged(run.group.id, block.disk_slot)
         run.num_left -= 1
         if run.num_left == min(AHEAD_BLOCKS, len(run.group.blocks) - 1):
             self._lower.writes.almost_written()

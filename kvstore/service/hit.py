@@ -7,14 +7,16 @@ from collections.abc import Iterator
 from types import TracebackType
 
 import numpy as np
+import xxhash
 
-from kvstore.core.layout import HEADER_NBYTES, identity_bytes, parse_header
+from kvstore.core.layout import HEADER_NBYTES, STATE_OFFSET, identity_bytes, parse_header, parse_state
 from kvstore.service.hold import Array, Hold
 from kvstore.service.link import Pending, bounded_wait_ms
 from kvstore.service.prompt import Prompt
 from radix import block_symbols_of, common_tokens
 from transports import messages as wire
 
+SUMMED_NBYTES = 2 << 20  # at a time, where payloads are summed: the caller's copy then finds them in the cache
 SLICE_MS = 2.0  # so long one waiting thread has the connection for itself
 
 
@@ -61,6 +63,7 @@ class Hit:
         self._hold = hold
         self._pending: Pending | None = None
         self._planned = 0
+        self._slots = b""  # u32le
         self._ready = 0  # blocks whose bytes are in memory
         self._no_more = False  # the rest of them will not come
         self._progress: Pending | None = None  # a question how far they are
@@ -176,7 +179,7 @@ class Hit:
         num_blocks = -(-reply.num_tokens // spec.block_tokens)
         if not 0 < reply.num_tokens <= self.prompt.num_tokens or len(reply.slots) != 4 * num_blocks:
             return False
-        offsets = slab.offsets(reply.slots, spec.slot_nbytes)
+        self._slots, offsets = reply.slots, slab.offsets(reply.slots, spec.slot_nbytes)
         self.offsets = offsets.tolist()
         return slab.contains(offsets, spec.slot_nbytes) and self.hold.receive(reply.slots)
 
@@ -282,22 +285,47 @@ class Hit:
         The first one that is wrong ends the hit and is reported.
         """
         block_tokens, first = self.prompt.spec.block_tokens, len(self._verified)
-        self._verify_whole_blocks()
-        for number in range(len(self._verified), self._ready):
+        # The slab's own table tells what is on its way up, whatever a damaged answer says.
+        end = first + self.hold.session.slab.num_arrived(self._slots[4 * first : 4 * self._ready])
+        if self._sums:
+            end = min(end, first + max(1, SUMMED_NBYTES // self.prompt.spec.block_nbytes))
+        self._verify_whole_blocks(end)
+        for number in range(len(self._verified), end):
             num_tokens = min(self._planned - number * block_tokens, block_tokens)
             stored_tokens = self._stored_tokens(number, num_tokens)
-            if stored_tokens is None:
+            if stored_tokens is None or not self._is_payload_right(number, stored_tokens):
                 self._no_more, self._ready = True, len(self._verified)
+                reason = "header" if stored_tokens is None else "payload"
                 if self.hold.can_be_told:
-                    self.hold.link.notify(wire.Discard(self.hold.session.id, self.hold.number, number, "header"))
+                    self.hold.link.notify(wire.Discard(self.hold.session.id, self.hold.number, number, reason))
                 break
             self._verified.append(Block(self, number, num_tokens, stored_tokens))
         return len(self._verified) > first
 
-    def _verify_whole_blocks(self) -> None:
-        """All whole blocks that have come, in one comparison, up to the first that is not right."""
+    @property
+    def _sums(self) -> bool:
+        """Whether payloads are summed, too (memory.verify)."""
+        return self.hold.session.welcome.verify
+
+    def _is_payload_right(self, number: int, stored_tokens: int) -> bool:
+        """Whether the slot's bytes are what was summed. What was not summed yet has nothing to be compared with."""
+        if not self._sums:
+            return True
+        slab, at = self.hold.session.slab, self.offsets[number]
+        state = None
+        for _ in range(2):  # the daemon may have been writing a sum it has just made
+            state = state or parse_state(slab.read(at + STATE_OFFSET, HEADER_NBYTES - STATE_OFFSET))
+        if state is None:
+            return False
+        sums = [rect.sum for rect in state[1]]
+        return not sums or sums == [
+            xxhash.xxh3_64_intdigest(slab.payload(at, self.prompt.spec.payload_nbytes(stored_tokens)).data)
+        ]
+
+    def _verify_whole_blocks(self, end: int) -> None:
+        """All whole blocks before `end`, in one comparison, up to the first that is not right."""
         block_tokens, first = self.prompt.spec.block_tokens, len(self._verified)
-        end = min(self._planned // block_tokens, self._ready)
+        end = min(self._planned // block_tokens, end)
         expected = self.prompt.whole_identities
         if expected is None or first >= end:
             return
@@ -306,7 +334,10 @@ class Hit:
         found = self.hold.session.slab.read_rows(np.array(self.offsets[first:end]), nbytes)
         same = (found == expected.view(np.uint8).reshape(end - first, nbytes)).all(axis=1)
         right = end - first if same.all() else int(same.argmin())
-        self._verified += [Block(self, number, block_tokens, block_tokens) for number in range(first, first + right)]
+        for number in range(first, first + right):
+            if not self._is_payload_right(number, block_tokens):
+                break
+            self._verified.append(Block(self, number, block_tokens, block_tokens))
 
     def _stored_tokens(self, number: int, num_tokens: int) -> int | None:
         """Tokens of the slot's block; None if its header neither names this prompt's block nor begins like it."""
@@ -321,10 +352,11 @@ class Hit:
             return None
         stored = header.identity
         symbols = block_symbols_of(stored.tokens, stored.keys_start, stored.keys_digest)
-        same_place = (stored.fingerprint, stored.parent, stored.number) == (
+        same_place = (stored.fingerprint, stored.parent, stored.number, stored.context) == (
             identity.fingerprint,
             identity.parent,
             identity.number,
+            identity.context,
         )
         if not same_place or common_tokens(symbols, self.prompt.symbols(number)) < num_tokens:
             return None

@@ -188,7 +188,7 @@ class Link:
         except KVStoreError:
             endpoint.close()
             raise
-        threading.Thread(target=self._keep, name="kvstore-keeper", daemon=True).start()
+        self._start_keeper()
 
     # For callers
 
@@ -517,16 +517,23 @@ class Link:
 
     # The keeper's thread
 
+    def _start_keeper(self) -> None:
+        threading.Thread(target=self._keep, name="kvstore-keeper", daemon=True).start()
+
     def _keep(self) -> None:
         while not self._gone:
             with suppress(Empty):
                 self._wake.get(timeout=self._pause_ms() / 1000)
-            self._is_woken = False
-            if not self._breaker.is_open and not self._closed:
-                self.session.populate()
-            with self._lock:
-                self._notice_restart()
-                self._tend()
+            self._keep_once()
+
+    def _keep_once(self) -> None:
+        """What the keeper does each time it wakes."""
+        self._is_woken = False
+        if not self._breaker.is_open and not self._closed:
+            self.session.populate()
+        with self._lock:
+            self._notice_restart()
+            self._tend()
 
     def _pause_ms(self) -> float:
         probe_ms = self._breaker.probe_due_ms()

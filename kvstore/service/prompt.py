@@ -15,6 +15,7 @@ from radix import (
     HASH_NBYTES,
     HashKind,
     block_symbols,
+    context_digests,
     hash_prefix,
     keys_digest,
     keys_in,
@@ -84,6 +85,11 @@ class Prompt:
         return block_symbols(self.block_tokens(block), keys_in(self._keys, first, first + self.spec.block_tokens))
 
     @cached_property
+    def contexts(self) -> list[int]:
+        """Per block, the digest of all tokens and extra keys before it."""
+        return context_digests(self.tokens, self.spec.block_tokens, self._keys)
+
+    @cached_property
     def whole_identities(self) -> npt.NDArray[np.void] | None:
         """Identity rows of all whole blocks, made at once; None where extra keys need the slow way."""
         if self._keys:
@@ -94,6 +100,7 @@ class Prompt:
             self._root,
             self.hashes[: count * HASH_NBYTES],
             self.tokens[: count * 4 * self.spec.block_tokens],
+            self.contexts[:count],
             self.spec.block_tokens,
         )
 
@@ -121,4 +128,6 @@ class Prompt:
             tokens,
             keys[0][0] if keys else len(tokens) // 4,
             keys_digest(keys),
+            self.contexts[block],
+            self.spec.block_tokens,
         )

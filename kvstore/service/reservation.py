@@ -176,8 +176,16 @@ class Reservation:
         prompt, hold, slab = self.prompt, self.hold, self.hold.session.slab
         spec, block_tokens = prompt.spec, prompt.spec.block_tokens
         offsets = slab.offsets(slots, spec.slot_nbytes)
-        if not slab.contains(offsets, spec.slot_nbytes) or not hold.receive(slots):
-            return  # the answer is an index into shared memory
+        # The answer is an index into shared memory, and a bit of it that flipped names slots of others: to write there
+        # would put our bytes under their header. So it counts only where the daemon's own table says the same. A start
+        # within a block would put bytes of other tokens under ours.
+        first, rest = divmod(self.start, block_tokens)
+        if rest or not 0 < len(slots) // 4 <= prompt.num_blocks - first:
+            return
+        if not slab.contains(offsets, spec.slot_nbytes):
+            return
+        if not slab.are_reserved(slots, spec.slot_nbytes, self._generation) or not hold.receive(slots):
+            return
         for start, offset in zip(range(self.start, prompt.num_tokens, block_tokens), offsets.tolist(), strict=False):
             num_tokens = min(block_tokens, prompt.num_tokens - start)
             self._blocks.append(WritableBlock(spec, hold, self.sums, offset, start, num_tokens))

@@ -25,6 +25,7 @@ from kvstore.core.leases import Session
 from kvstore.core.lower import LowerSettings, LowerTier
 from kvstore.core.moves import LoadBlocks, SumBlocks, WriteGroup
 from kvstore.core.slots import SLOTS_PER_EXTENT_MAX, extent_nbytes_for
+from kvstore.core.stats import Guard
 from kvstore.core.store import Query, Store
 from kvstore.errors import DaemonUnavailable, KVStoreError, SessionLost, TierUnavailable
 from kvstore.media.disk import Disk
@@ -148,13 +149,14 @@ class Service:
             self._notice(message)
             return
         reply: wire.Reply | None
-        reply = wire.Failed(message.request_id, KVStoreError.code, "the daemon failed while answering")
+        reply = failed = wire.Failed(message.request_id, KVStoreError.code, "the daemon failed while answering")
         self.store.on_time(self._clock.now_ms())
         try:
             reply = self._answer(message, send, sender_pid)
         except KVStoreError as exc:
             reply = wire.Failed(message.request_id, exc.code, str(exc)[:4096])
         finally:  # an error that is not ours stops the daemon, but not before the client has its answer
+            self.store.stats.guards[Guard.DEADLINE] += reply is failed
             if reply is not None:
                 send(reply)
         if isinstance(message, wire.Commit) and isinstance(reply, wire.Committed):
@@ -254,6 +256,7 @@ class Service:
             session.id,
             *self._paths,
             self._config.memory.checksums,
+            self._config.memory.verify,
         )
 
     def _known_session(self, message: wire.Hello) -> Session | None:
@@ -370,6 +373,10 @@ class Service:
             "cached_nbytes": sum(size * cached for size, (_, cached, _) in counts.items()),
             "blocks": sum(cached for _, cached, _ in counts.values()),
             "blocks_evicted": tier.num_evicted,
+            "slots": {
+                str(size): {"free": free, "cached": cached, "reserved": reserved}
+                for size, (free, cached, reserved) in counts.items()
+            },
             "queued_nbytes": writes.queued_nbytes + writes.writing_nbytes,
             "idle": writes.is_idle,
             "loading_nbytes": lower.loads.queued_nbytes,
