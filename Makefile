@@ -1,5 +1,6 @@
 # Two commands matter: `make demo` and `make test`. Both set everything up by themselves, once.
 PYTHON ?= python3
+STEPS ?= 100000
 BENCHMARKS ?= multi_turn copy_rate restart
 
 PY := .venv/bin/python
@@ -7,7 +8,7 @@ INSTALLED := .venv/.stamp-installed
 MODEL := .venv/.stamp-model
 
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint fuzz bench bench-peers clean FORCE
+.PHONY: help setup demo test sim mutants soak lint fuzz bench bench-peers clean FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile
@@ -20,6 +21,12 @@ demo: setup ## a real model chats with and without the service (3 to 4 minutes)
 test: setup lint ## every check: lint, types, tests (under 5 minutes on 2 cores)
 	$(PY) -m pytest
 
+sim: $(INSTALLED) ## the node in simulation, all faults from one seed: STEPS=1000000, SEED=1 (one world: WORLD=1)
+	$(PY) -m tests.sim.report --steps $(STEPS) $(if $(SEED),--seed $(SEED)) $(if $(WORLD),--world $(WORLD))
+
+mutants: $(INSTALLED) ## each guard switched off in turn, until the simulation sees it
+	$(PY) -m tests.sim.mutants
+
 lint: $(INSTALLED) ## ruff and mypy --strict
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -30,6 +37,9 @@ fuzz: $(INSTALLED) ## the property tests with fresh random examples, and more of
 
 bench: setup ## the benchmarks, one JSON line each; stops at the first that misses a bar (BENCHMARKS="a b" chooses)
 	@for name in $(BENCHMARKS); do echo "benchmarks.$$name"; $(PY) -m benchmarks.$$name --json || exit 1; done
+
+soak: $(INSTALLED) ## 300 kills of a real daemon and its clients, one JSON line (6 to 10 minutes); SOAK="--seed 2" chooses
+	$(PY) -m benchmarks.soak --kills 300 --json $(SOAK)
 
 bench-peers: $(INSTALLED) ## ours against its rivals, set up once in .venv-peers (2 GB); PEERS="--systems ours,files" chooses
 	$(PY) -m benchmarks.peers --set-up --json $(PEERS)

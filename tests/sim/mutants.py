@@ -1,0 +1,275 @@
+"""`make mutants`: each guard switched off in turn, until the simulation sees it. The switches are here, nowhere else.
+
+What must be seen is a wrong byte, something left behind, a silence; or that a later guard has something to do though
+nobody did what it guards against. A guard behind which there is another one is named with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import kvstore.core.store
+from kvstore.core.layout import HEADER_NBYTES, parse_header
+from kvstore.core.leases import Session
+from kvstore.core.lower import LowerTier
+from kvstore.core.stats import Guard
+from kvstore.core.store import Store
+from kvstore.core.takeover import Takeover
+from kvstore.core.watch import Watch
+from kvstore.media.disk import Disk
+from kvstore.service.disk_moves import DiskMoves
+from kvstore.service.hit import Hit
+from kvstore.service.service import Service
+from radix import block_symbols_of
+from radix.node import Node
+from tests.sim.shrink import Failure, run_world
+from tests.sim.world import Plan, World
+from transports import messages as wire
+
+STEPS_PER_WORLD = 1000
+WORLDS_MAX = 60
+NO_DAMAGE = frozenset({"disk_bit_flips", "header_bit_flips", "payload_bit_flips", "index_is_damaged"})
+WRITING = frozenset({"process_dies_writing", "seconds_pass"})
+RESTARTING = frozenset({"daemon_is_replaced"})
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A guard and its switch. `behind`: what else stands between the fault and a wrong answer."""
+
+    guard: str
+    what: str
+    off: Callable[[], Any]
+    behind: str = ""
+    hash_bits: int = 128
+    faults: bool = True
+    first_seed: int = 0  # near where it is seen: a hunt is long, and a test short
+    without: frozenset[str] = NO_DAMAGE
+    often: frozenset[str] = frozenset()
+
+
+def _patched(target: object, name: str, thing: object) -> Any:
+    return mock.patch.object(target, name, thing)
+
+
+def _checksum_off() -> Any:
+    return mock.patch("kvstore.service.disk_moves._is_whole", lambda *_: True)
+
+
+@contextmanager
+def _tokens_off() -> Iterator[None]:
+    """A reader takes any whole header for that of the block it asked for."""
+
+    def stored_tokens(hit: Hit, number: int, num_tokens: int) -> int | None:
+        header = parse_header(hit.hold.session.slab.read(hit.offsets[number], HEADER_NBYTES))
+        tokens = len(header.identity.tokens) // 4 if header is not None else 0
+        return tokens if tokens >= num_tokens else None
+
+    with ExitStack() as stack:
+        stack.enter_context(_patched(Hit, "_stored_tokens", stored_tokens))
+        stack.enter_context(_patched(Hit, "_verify_whole_blocks", lambda *_: None))
+        yield
+
+
+@contextmanager
+def _context_off() -> Iterator[None]:
+    """A reader compares a block's own tokens, and not what came before them."""
+    with mock.patch("kvstore.service.prompt.context_digests", lambda tokens, *_: [0] * len(tokens)):
+        yield
+
+
+def _seal_off() -> Any:
+    """All that was reserved gets its name, whole or not."""
+    real = Store.commit
+
+    def commit(store: Store, session_id: int, number: int, summed: bytes, *, keep: bool = False) -> int:
+        reservation = store.session(session_id).reservations.get(number)
+        summed = summed.ljust(len(reservation.slots), b"\1") if reservation else summed
+        return real(store, session_id, number, summed, keep=keep)
+
+    return _patched(Store, "commit", commit)
+
+
+@contextmanager
+def _row_off() -> Iterator[None]:
+    """A slot of the tier below is free at once, with its row still there."""
+    real = LowerTier.start
+
+    def start(lower: LowerTier, *args: Any) -> None:
+        real(lower, *args)
+        lower.tier.parking = False
+
+    with _patched(LowerTier, "start", start):
+        yield
+
+
+def _pin_off() -> Any:
+    return _patched(Node, "is_victim", property(lambda node: not (node.order or node.detached or node.parent is None)))
+
+
+def _bytes_off() -> Any:
+    return _patched(Disk, "sync", lambda disk: None)
+
+
+def _order_off() -> Any:
+    """A row for every block of a group, written or not."""
+    real = DiskMoves._commit_ready
+
+    def commit_ready(moves: DiskMoves) -> None:
+        with mock.patch("kvstore.service.disk_moves._failed", lambda run: frozenset()):
+            real(moves)
+
+    return _patched(DiskMoves, "_commit_ready", commit_ready)
+
+
+def _session_off() -> Any:
+    """A session is forgotten, and not what it holds."""
+    return _patched(Store, "close_session", lambda store, session_id, *_, **__: store._sessions.pop(session_id, None))
+
+
+def _quarantine_off() -> Any:
+    return _patched(kvstore.core.store, "QUARANTINE_MS", 0.0)
+
+
+def _restart_off() -> Any:
+    """A new daemon takes whatever is free, though others may look at it."""
+    real = Takeover.__init__
+
+    def init(takeover: Takeover, memory: Any, legacies: Any, strangers: Any) -> None:
+        real(takeover, memory, legacies, strangers)
+        memory.parking = False
+
+    return _patched(Takeover, "__init__", init)
+
+
+def _generation_off() -> Any:
+    """A command for a session of an earlier life is taken for one of the newest."""
+    real = Store.session
+
+    def session(store: Store, session_id: int) -> Session:
+        newest = max(store._sessions, default=session_id)
+        return real(store, session_id if session_id in store._sessions else newest)
+
+    return _patched(Store, "session", session)
+
+
+def _deadline_off() -> Any:
+    """Who waits is told when there is something to tell."""
+    real = Watch._told
+
+    def told(watch: Watch, wait: Any, now_ms: float) -> Any:
+        return real(watch, wait, float("-inf"))
+
+    return _patched(Watch, "_told", told)
+
+
+def _reply_off() -> Any:
+    """A handler that fails leaves no answer."""
+
+    def dispatch(service: Service, message: Any, send: Callable[[Any], None], sender_pid: Any = lambda: None) -> None:
+        service.store.on_time(service._clock.now_ms())
+        reply = service._answer(message, send, sender_pid) if isinstance(message, wire.Request) else None
+        if reply is None:
+            service._notice(message)
+        else:
+            send(reply)
+        service._follow_up()
+
+    return _patched(Service, "dispatch", dispatch)
+
+
+def _keys_off() -> Any:
+    def without_keys(tokens: bytes, _: int, digest: bytes) -> bytes:
+        return block_symbols_of(tokens, len(tokens), digest)
+
+    return mock.patch("kvstore.core.store.block_symbols_of", without_keys)
+
+
+def _unpin_off() -> Any:
+    def end_reservation(store: Store, session: Session, number: int) -> Any:
+        reservation = session.pop_reservation(number)
+        assert reservation is not None
+        return reservation.slots
+
+    return _patched(Store, "_end_reservation", end_reservation)
+
+
+def _release_off() -> Any:
+    return _patched(Store, "_end_lease", lambda store, session, number: session.pop_lease(number))
+
+
+MUTANTS = (
+    Mutant(Guard.CHECKSUM, "no sum is compared", _checksum_off, without=frozenset()),
+    Mutant(Guard.TOKENS, "a reader compares no tokens", _tokens_off, hash_bits=8),
+    Mutant(Guard.TOKENS, "a reader compares a block's own tokens only", _context_off, hash_bits=8),
+    Mutant(Guard.SEAL, "what was not filled is sealed", _seal_off, "checksum, tokens"),
+    Mutant(Guard.ROW, "a slot is reused before its row is gone", _row_off, "checksum, tokens"),
+    Mutant(Guard.PIN, "what is in use is evicted", _pin_off),
+    Mutant(Guard.BYTES, "rows are written before their bytes are durable", _bytes_off, "checksum"),
+    Mutant(Guard.BYTES, "a block that was not written gets a row", _order_off, "checksum"),
+    Mutant(Guard.SESSION, "the dead keep what they held", _session_off),
+    Mutant(Guard.SESSION, "no quarantine", _quarantine_off, often=WRITING),
+    Mutant(Guard.RESTART, "slots are reused before all have said what they hold", _restart_off, "tokens"),
+    Mutant(Guard.GENERATION, "commands of an earlier life are obeyed", _generation_off, often=RESTARTING),
+    Mutant(Guard.DEADLINE, "a wait has no end", _deadline_off, "the client's own deadline"),
+    Mutant(Guard.DEADLINE, "a handler that fails does not answer", _reply_off, "the client's own deadline"),
+    Mutant("(model)", "a cache that finds nothing", lambda: _patched(Store, "find", lambda *_: 0)),
+    Mutant("(model)", "a cache that gives nothing", lambda: _patched(Store, "_lease", lambda *_: None), faults=False),
+    Mutant("(model)", "extra keys are left out of what a block says", _keys_off),
+    Mutant("(leak)", "the parent of an aborted reservation stays pinned", _unpin_off),
+    Mutant("(leak)", "a lease that ends is not unpinned", _release_off),
+)
+
+
+def hunt(index: int, seed: int = 0) -> tuple[int, Failure | None]:
+    """Changes state. Worlds with a guard off until one of them fails: steps until then, and the failure."""
+    logging.disable(logging.CRITICAL)
+    mutant, num_steps = MUTANTS[index], [0]
+    first = seed + mutant.first_seed
+
+    def use(world: World) -> None:
+        num_steps[0] += world.num_steps
+
+    for number in range(first, first + WORLDS_MAX):
+        with mutant.off():
+            plan = Plan(number, mutant.faults, mutant.hash_bits, mutant.without, mutant.often)
+            failure = run_world(plan, STEPS_PER_WORLD, use)
+        if failure is not None:
+            return num_steps[0], failure
+    return num_steps[0], None
+
+
+def line(mutant: Mutant, num_steps: int, failure: Failure | None) -> str:
+    """Query."""
+    verdict = f"caught after {num_steps:,} steps: {failure.what}" if failure else f"NOT CAUGHT in {num_steps:,} steps"
+    behind = f" (behind it: {mutant.behind})" if mutant.behind else ""
+    return f"{mutant.guard:10} off: {mutant.what}{behind} -> {verdict}"
+
+
+def main() -> int:
+    """Changes state. The exit code."""
+    parser = argparse.ArgumentParser(prog="make mutants")
+    parser.add_argument("--seed", type=int, default=0, help="of the first world")
+    seed, num_missed = parser.parse_args().seed, 0
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        found = [pool.submit(hunt, index, seed) for index in range(len(MUTANTS))]
+        for mutant, future in zip(MUTANTS, found, strict=True):
+            num_steps, failure = future.result()
+            num_missed += failure is None
+            print(line(mutant, num_steps, failure), flush=True)
+    unproved = set(Guard) - {mutant.guard for mutant in MUTANTS}
+    print(f"mutants: {len(MUTANTS) - num_missed} of {len(MUTANTS)} caught; guards without one: {unproved or 'none'}")
+    return bool(num_missed or unproved)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

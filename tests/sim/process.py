@@ -1,0 +1,445 @@
+"""An engine's process: what it does with the connector API, and what it must be given.
+
+What it reads is compared byte for byte, then and for as long as it holds an array. Each call must end by its deadline.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvstore.errors import KVStoreError
+from kvstore.service.client import Cache, Client
+from kvstore.service.hit import Block, Hit
+from kvstore.service.link import Link
+from kvstore.service.reservation import Reservation, WritableBlock
+from kvstore.spec import KVSpec
+from tests.sim.machine import Task
+from tests.sim.texts import Bytes, Text
+from transports import messages as wire
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+VIEWS_MAX, HITS_MAX, FILLINGS_MAX = 6, 4, 2
+LATE_MS = 1.0  # rounding
+
+
+class SimLink(Link):
+    """A Link whose keeper is called by the world."""
+
+    num_discards = 0
+
+    def _start_keeper(self) -> None: ...
+
+    def notify(self, message: wire.Message) -> None:
+        self.num_discards += isinstance(message, wire.Discard)
+        super().notify(message)
+
+
+@dataclass
+class View:
+    """An array that the process holds: it must show these tokens for as long."""
+
+    array: Any
+    text: Text
+    start: int
+    num_tokens: int
+
+    @property
+    def is_right(self) -> bool:
+        """Query."""
+        return self.text.shows(self.array, self.start, self.num_tokens)
+
+
+@dataclass
+class HeldHit:
+    hit: Hit
+    text: Text
+
+
+@dataclass
+class Filling:
+    """A reservation. `arrays`: of its blocks that are filled through them; `half`: the one in the midst of that."""
+
+    reservation: Reservation
+    text: Text
+    arrays: list[View] = field(default_factory=list)
+    num_filled: int = 0
+    half: tuple[Bytes, Bytes] | None = None  # target, source
+
+
+class Process:
+    """One process with one client, or none while there is no daemon."""
+
+    def __init__(self, world: World, pid: int, rng: Random) -> None:
+        self.pid = pid
+        self.pid_visible = rng.random() < 0.5
+        self.deadline_ms = rng.choice((20.0, 100.0, 400.0))
+        self.specs: list[KVSpec] = rng.sample(world.specs, rng.randint(1, len(world.specs)))
+        self.is_dead = self.is_stalled = False
+        self.ends_ms = float("inf")  # its session was taken for dead: it may go on until then
+        self.endpoint = world.node.connect(self)
+        self.link: SimLink | None = None
+        self.task: Task | None = None
+        self.hits: list[HeldHit] = []
+        self.fillings: list[Filling] = []
+        self.views: list[View] = []
+        self._world = world
+        self._machine = world.machine
+        self._client: Client | None = None
+        self._caches: dict[KVSpec, Cache] = {}
+        self._rng = rng
+        self._late_ms = 0.0
+
+    # Running
+
+    @property
+    def can_act(self) -> bool:
+        """Query."""
+        return not (self.is_dead or self.is_stalled) and (self.task is None or self.task.is_ready)
+
+    def begin(self, rng: Random, act: Callable[[], None] | None = None) -> None:
+        """Changes state. The next thing the process does."""
+        self._rng = rng
+        self.task = Task(act or self._choose())
+
+    def go_on(self) -> None:
+        """Changes state."""
+        task = self.task
+        assert task is not None
+        self._world.node.locks.current = self
+        task.go_on()
+        if task.dead:
+            self.task = None
+            self._world.num_steps += 1
+
+    def die(self) -> None:
+        """Changes state. SIGKILL: nothing of it runs any more, and its device stops when it stops."""
+        self.is_dead = self.endpoint.is_dead = True
+        self._world.node.locks.lose(self)
+        if self.link is not None:
+            self.link._pid = -1  # so that no finaliser here does what the kernel would not
+        self.views.clear()
+        if self.task is not None:
+            self.task.kill()
+            self.task = None
+        for filling in self.fillings:
+            filling.reservation._is_over = True
+        self.hits.clear()
+
+    def _choose(self) -> Callable[[], None]:
+        if self._client is None:
+            return self._connect
+        assert self.link is not None
+        if self.link._breaker.is_open:
+            return self._rng.choice((self._keep, self._keep, self._acquire, self._reserve, self._match))
+        (act,) = self._rng.choices(ACTS, cum_weights=ACT_WEIGHTS)
+        return partial(act, self)
+
+    def _pause(self) -> None:
+        began_ms = self._machine.clock.now_ms()
+        self._machine.pause()
+        self._late_ms += self._machine.clock.now_ms() - began_ms
+
+    def _timed(self, what: str, within_ms: float, call: Callable[[], Any]) -> Any:
+        """HNG: a call ends by its deadline, whatever the daemon does; what the scheduler was late is not its fault."""
+        began_ms, self.endpoint.late_ms, self._late_ms = self._machine.clock.now_ms(), 0.0, 0.0
+        result = call()
+        took_ms = self._machine.clock.now_ms() - began_ms - self.endpoint.late_ms - self._late_ms
+        assert took_ms <= within_ms + LATE_MS, f"{what} took {took_ms:.0f} ms of {within_ms:.0f}"
+        return result
+
+    # What it does
+
+    @property
+    def is_given_up(self) -> bool:
+        """Query. Whether the daemon takes it for dead, so that nothing protects what it looks at."""
+        return self.ends_ms < float("inf")
+
+    @property
+    def has_caches(self) -> bool:
+        """Query. Whether it is attached."""
+        return bool(self._caches)
+
+    def come_back(self) -> None:
+        """Changes state. It does what it takes to be served again."""
+        if self._client is None:
+            self._connect()
+        else:
+            self._keep()
+
+    def read(self, text: Text) -> int:
+        """Changes state. The tokens that a hit gives, every byte compared."""
+        with self._caches[text.spec].acquire(text.token_ids, text.keys) as hit:
+            verified = self._look(hit, text, self.deadline_ms)
+        self.views.clear()
+        return verified
+
+    def store_and_read(self, text: Text) -> int:
+        """Changes state."""
+        with self._caches[text.spec].reserve(text.token_ids) as reservation:
+            for block in reservation.blocks():
+                block.write(_as_array(text, block))
+            reservation.commit()
+        return self.read(text)
+
+    def _connect(self) -> None:
+        client: Any = Client.__new__(Client)
+        try:
+            client._link = self.link = SimLink(self.endpoint, self._machine.clock, self.deadline_ms)
+            self._caches = {spec: client.attach(spec) for spec in self.specs}
+        except KVStoreError:
+            self._world.seen["connect refused"] += 1
+            self._part()
+            return
+        self._client = client
+
+    def _keep(self) -> None:
+        assert self.link is not None
+        before = self.link.num_reconnects
+        self.link._keep_once()
+        self._world.seen["reconnected"] += self.link.num_reconnects - before
+
+    def _goodbye(self) -> None:
+        """Close; arrays that live on keep the session."""
+        if self._rng.random() < 0.9 or self._client is None:
+            return
+        self._part()
+
+    def _part(self) -> None:
+        link = self.link
+        if link is not None:
+            link.close()
+            self.hits.clear()
+            self.fillings.clear()
+            self.views.clear()
+            link._keep_once()
+            assert link._gone, "a client that holds nothing more has not parted"
+        self._client, self._caches, self.link = None, {}, None
+        self.endpoint = self._world.node.connect(self)
+
+    def _some_text(self) -> tuple[Cache, Text]:
+        spec = self._rng.choice(self.specs)
+        return self._caches[spec], self._world.some_text(spec, self._rng)
+
+    def _match(self) -> None:
+        cache, text = self._some_text()
+        found = self._timed("match", self.deadline_ms, lambda: cache.match(text.token_ids, text.keys))
+        assert 0 <= found <= text.num_tokens
+        if self._world.is_twin:
+            assert found == self._world.predicted(text), "the twin finds what was stored"
+
+    def _acquire(self) -> None:
+        assert self.link is not None
+        cache, text = self._some_text()
+        usable, discards = self.link.usable, self.link.num_discards
+        hit: Hit
+        if self._rng.random() < 0.7:
+            hit = self._timed("acquire", self.deadline_ms, lambda: cache.acquire(text.token_ids, text.keys))
+        else:
+            hit = self._timed("acquire", self.deadline_ms, lambda: cache.acquire(text.token_ids, text.keys, wait=False))
+            for _ in range(self._rng.randint(0, 3)):
+                self._pause()
+                hit.ready()
+        planned = hit.num_tokens
+        within_ms = self.deadline_ms if self._world.is_twin else self._rng.choice((1.0, self.deadline_ms))
+        verified = self._look(hit, text, within_ms)
+        self._world.note_lookup(text, verified, self._reason(usable, planned, discards))
+        if verified and len(self.hits) < HITS_MAX and self._rng.random() < 0.5:
+            self.hits.append(HeldHit(hit, text))
+        else:
+            hit.release()
+
+    def _reason(self, usable: bool, planned: int, discards: int) -> str:
+        """Why it was a miss, if it was one."""
+        assert self.link is not None
+        if not usable:
+            return "no daemon"
+        if self.link._breaker.is_open:
+            return "no answer"
+        if self.link.num_discards > discards:
+            return "damaged"
+        return "not loaded" if planned else "not cached"
+
+    def _look(self, hit: Hit, text: Text, within_ms: float) -> int:
+        """COR: every block of a hit is the prompt's, byte for byte; some are looked at for longer than the lease."""
+        at = 0
+        if self._rng.random() < 0.5:
+            self._timed("wait", max(within_ms, self.deadline_ms), lambda: hit.wait(within_ms))
+        blocks = iter(hit.blocks(within_ms))
+        while (block := next(blocks, None)) is not None:
+            array = block.array
+            assert block.start == at, "blocks are given in order"
+            is_right = text.shows(array, at, block.num_tokens) or self.is_given_up
+            assert is_right, f"wrong bytes from token {at} of {text.token_ids}"
+            at += block.num_tokens
+            self._keep_view(View(array, text, block.start, block.num_tokens), block)
+            del array
+        assert at == hit.verified_tokens <= text.num_tokens
+        return at
+
+    def _keep_view(self, view: View, block: Block | WritableBlock) -> None:
+        if len(self.views) < VIEWS_MAX and self._rng.random() < 0.3:
+            self.views.append(view)
+
+    def _release(self) -> None:
+        """The lease ends; arrays live on for a while."""
+        if self.hits:
+            self.hits.pop(self._rng.randrange(len(self.hits))).hit.release()
+        elif self.views:
+            self.views.pop(self._rng.randrange(len(self.views)))
+
+    def _drop_views(self) -> None:
+        if self.views:
+            self.views.pop(self._rng.randrange(len(self.views)))
+
+    def _prefetch(self) -> None:
+        cache, text = self._some_text()
+        cache.prefetch(text.token_ids, text.keys)
+
+    def _report(self) -> None:
+        cache = self._rng.choice(list(self._caches.values()))
+        if not self._world.is_twin:
+            cache.report(prefill_tokens=1000, prefill_ms=self._rng.choice((0.1, 1e3, 1e6)))
+
+    def _clear(self) -> None:
+        if self._rng.random() < 0.02 and not self._world.is_twin:
+            self._rng.choice(list(self._caches.values())).clear()
+            self._world.seen["cleared"] += 1
+
+    def _status(self) -> None:
+        if self._rng.random() < 0.1:
+            assert self._client is not None
+            self._timed("status", self.deadline_ms, self._client.status)
+
+    def _reserve(self) -> None:
+        if len(self.fillings) >= FILLINGS_MAX:
+            return
+        cache, text = self._some_text()
+        start = self._rng.randint(0, text.num_tokens) if self._rng.random() < 0.1 else 0
+        reservation: Reservation = self._timed(
+            "reserve", self.deadline_ms, lambda: cache.reserve(text.token_ids, start, text.keys)
+        )
+        if not reservation.num_blocks:
+            self._world.seen["nothing reserved"] += 1
+            return
+        self._world.seen["reserved"] += 1
+        self.fillings.append(Filling(reservation, text))
+        if self._rng.random() < 0.8:
+            self._fill()
+
+    def _fill(self) -> None:
+        """Some blocks of a reservation, whole or in pieces, and most often all of it up to the commit."""
+        if not self.fillings:
+            return
+        filling = self._rng.choice(self.fillings)
+        blocks = list(filling.reservation.blocks())[filling.num_filled :]
+        for block in blocks[: self._rng.choice((1, 4, 100))]:
+            if self._rng.random() < 0.5:
+                block.write(_as_array(filling.text, block))
+            else:
+                self._fill_by_array(filling, block)
+            filling.num_filled += 1
+            if self._rng.random() < 0.1:
+                self._pause()
+        if filling.num_filled == filling.reservation.num_blocks or self._rng.random() < 0.1:
+            self._commit(filling)
+
+    def _fill_by_array(self, filling: Filling, block: WritableBlock) -> None:
+        """As a device does: it may be in the midst of it when its process dies."""
+        array = block.array
+        view = View(array, filling.text, block.start, block.num_tokens)
+        source = filling.text.expected(block.start, block.num_tokens).reshape(-1)
+        target = array.reshape(-1).view(np.uint8)
+        half = len(source) // 2
+        target[:half] = source[:half]
+        filling.half = target, source
+        self._pause()
+        target[half:] = source[half:]
+        filling.half = None
+        if self._rng.random() < 0.3:
+            filling.arrays.append(view)
+
+    def _commit(self, filling: Filling) -> None:
+        self.fillings.remove(filling)
+        reservation, text = filling.reservation, filling.text
+        if self._rng.random() < 0.05:
+            reservation.abort()
+            self._world.seen["aborted"] += 1
+            return
+        cached = self._timed("commit", self.deadline_ms, reservation.commit)
+        self._world.seen["committed" if cached else "not committed"] += 1
+        if cached:
+            end = reservation.start + filling.num_filled * text.spec.block_tokens
+            self._world.stored.append((text, min(end, text.num_tokens)))
+        else:
+            assert not self._world.is_twin, "the twin commits"
+        self.views += filling.arrays[: VIEWS_MAX - len(self.views)]
+
+    def _fork(self) -> None:
+        """LEK, COR: a child's calls are misses, and all its finalisers disturb nobody."""
+        assert self.link is not None
+        if self._rng.random() > 0.2 or self._world.is_twin:
+            return
+        self._machine.faults["process forked"] += 1
+        link, num_sent = _forked(self.link), self.endpoint.num_sent
+        caches = [copy.copy(cache) for cache in self._caches.values()]
+        for cache in caches:
+            cache._link = link
+            text = self._world.some_text(cache.spec, self._rng)
+            with cache.acquire(text.token_ids, text.keys) as hit:
+                assert not hit.num_tokens + hit.wait(), "a forked child has a hit"
+            assert not cache.reserve(text.token_ids, 0, text.keys).num_blocks, "a forked child reserves"
+        link.close()
+        assert self.endpoint.num_sent == num_sent, "a forked child spoke for its parent"
+
+
+def _forked(link: SimLink) -> SimLink:
+    """The link as a child has it: a copy of all that is private memory."""
+    child = copy.copy(link)
+    session = link.session
+    child.session = dataclasses.replace(
+        session,
+        in_use=dict(session.in_use),
+        lingering=set(),
+        ended_leases=deque(session.ended_leases),
+        ended_reservations=deque(session.ended_reservations),
+    )
+    child._pid, child._wake = -2, SimpleQueue()
+    child._exchange, child._breaker = copy.deepcopy(link._exchange), copy.copy(link._breaker)
+    return child
+
+
+def _as_array(text: Text, block: WritableBlock) -> Any:
+    expected = np.ascontiguousarray(text.expected(block.start, block.num_tokens))
+    return expected.view(text.spec.numpy_dtype).reshape(text.spec.array_shape(block.num_tokens))
+
+
+ACTS: list[Callable[[Process], None]] = [
+    Process._acquire,
+    Process._release,
+    Process._drop_views,
+    Process._reserve,
+    Process._fill,
+    Process._match,
+    Process._prefetch,
+    Process._report,
+    Process._keep,
+    Process._clear,
+    Process._status,
+    Process._goodbye,
+    Process._fork,
+]
+_WEIGHTS = (40, 14, 8, 26, 10, 4, 3, 2, 8, 2, 2, 1, 3)
+ACT_WEIGHTS = [sum(_WEIGHTS[: at + 1]) for at in range(len(_WEIGHTS))]
+assert len(ACTS) == len(_WEIGHTS)
