@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import cache
-from random import Random
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -22,8 +20,7 @@ from kvstore.core.layout import (
     parse_header,
 )
 from kvstore.core.leases import SpecEntry
-from kvstore.core.lower import LowerTier
-from kvstore.core.moves import LoadBlocks, LoadedBlock, Outcome, WriteGroup, WrittenBlock
+from kvstore.core.moves import LoadedBlock, Outcome, WriteGroup, WrittenBlock
 from kvstore.core.slots import SLOTS_PER_EXTENT_MAX, slot_offset
 from kvstore.core.store import Query
 from kvstore.core.tier import new_tables
@@ -110,23 +107,6 @@ class Text(Prompt):
         begun = [key for key in self.keys if key[0] <= token]
         return repr((self.spec.fingerprint, self.token_ids[: token + 1], begun)).encode()
 
-    def common(self, other: Text, num_tokens: int) -> int:
-        """Query. Leading tokens, of the other's first `num_tokens`, that may be used for this prompt.
-
-        The store's rule, stricter than the pattern: from a block's first extra key on, all keys of the block count.
-        """
-        if self.entry is not other.entry:
-            return 0
-        for token in range(min(self.num_tokens, num_tokens)):
-            if self._facts(token) != other._facts(token):
-                return token
-        return min(self.num_tokens, num_tokens)
-
-    def _facts(self, token: int) -> tuple[int, Keys]:
-        first = token - token % self.spec.block_tokens
-        own = tuple(key for key in self.keys if first <= key[0] < first + self.spec.block_tokens)
-        return self.token_ids[token], own if own and own[0][0] <= token else ()
-
 
 class SimSlab:
     """Real bytes, real headers, no shared memory."""
@@ -173,55 +153,40 @@ class SimDisk:
         self.rows: dict[int, tuple[WrittenBlock, int, bytes]] = {}  # slot -> block, last use, symbols
         self.classes = np.zeros(num_extents, np.uint64)
         self.fails: set[int] = set()  # slots whose reads and writes fail
-        self.fail_in = 0  # so many reads, writes and commits from now, one fails; 0: none
         self.is_dead = False
 
     def symbols(self, slot: int) -> bytes:
         return self.rows[slot][2] if slot in self.rows else b""
 
     def _is_refused(self, slot: int | None = None) -> bool:
-        if self.fail_in:
-            self.fail_in -= 1
-            if not self.fail_in:
-                return True
         return self.is_dead or slot in self.fails
 
-    def load_in_steps(self, block: LoadedBlock) -> Generator[None, None, Outcome]:
-        """Changes state. As a mover does: the bytes go into the slab, a piece at a time, then they are checked."""
+    def load(self, block: LoadedBlock) -> Outcome:
+        """Changes state. As a mover does: the bytes go into the slab, then they are checked."""
         if self._is_refused(block.disk_slot):
             return Outcome.IO
-        data, offset = self.slots.get(block.disk_slot, b""), self.slab.offset(block.memory_slot)
-        half = len(data) // 2
-        self.slab.write(offset, data[:half])
-        yield
-        self.slab.write(offset + half, data[half:])
+        data = self.slots.get(block.disk_slot, b"")
+        self.slab.write(self.slab.offset(block.memory_slot), data)
         header = parse_header(data[:HEADER_NBYTES].ljust(HEADER_NBYTES, b"\0"))
         if header is None or header.identity.block_hash != block.block_hash or not header.rects:
             return Outcome.CORRUPT
         payload = data[HEADER_NBYTES : HEADER_NBYTES + header.payload_nbytes]
         return Outcome.OK if xxhash.xxh3_64_intdigest(payload) == header.rects[0].sum else Outcome.CORRUPT
 
-    def write_in_steps(self, block: WrittenBlock) -> Generator[None, None, bool]:
-        """Changes state. False where it fails; what is not summed is not written."""
+    def _write(self, block: WrittenBlock) -> bool:
+        """False where it fails; what is not summed is not written."""
         assert block.disk_slot not in self.rows, "a slot was reused before its row was gone"
         header, offset = self.slab.header(block.memory_slot), self.slab.offset(block.memory_slot)
         if self._is_refused(block.disk_slot) or header is None or not header.rects:
             return False
         if header.identity.block_hash != block.block_hash:
             return False
-        middle = offset + block.slot_nbytes // 2
-        self.slots[block.disk_slot] = self.slab.bytes[offset:middle].tobytes()
-        yield
-        self.slots[block.disk_slot] += self.slab.bytes[middle : offset + block.slot_nbytes].tobytes()
+        self.slots[block.disk_slot] = self.slab.bytes[offset : offset + block.slot_nbytes].tobytes()
         return True
-
-    def load(self, block: LoadedBlock) -> Outcome:
-        """Changes state. All steps at once."""
-        return result_of(self.load_in_steps(block))
 
     def commit(self, group: WriteGroup) -> tuple[frozenset[int], bool]:
         """Changes state. Write and commit a whole group: the slots that failed, and whether anything is durable."""
-        written = {block.disk_slot for block in group.blocks if result_of(self.write_in_steps(block))}
+        written = {block.disk_slot for block in group.blocks if self._write(block)}
         return self.commit_rows(group, written)
 
     def commit_rows(self, group: WriteGroup, written: set[int]) -> tuple[frozenset[int], bool]:
@@ -242,83 +207,12 @@ class SimDisk:
                 self.rows[block.disk_slot] = (block, group.last_used, self.slab.symbols_of(block.memory_slot))
         return frozenset(failed), True
 
-    def lose(self, extents: Iterable[int]) -> None:
-        """Changes state. The path that held them is gone."""
-        gone = set(extents)
-        self.rows = {slot: row for slot, row in self.rows.items() if slot // SLOTS_PER_EXTENT_MAX not in gone}
-        self.slots = {slot: data for slot, data in self.slots.items() if slot // SLOTS_PER_EXTENT_MAX not in gone}
-
     def table(self) -> npt.NDArray[np.void]:
         """Query. The committed rows as an index gives them."""
         made = np.zeros(len(self.rows), SIM_ROW)
         for at, (slot, (block, last_used, _)) in enumerate(self.rows.items()):
             made[at] = (slot, block.number, block.is_short, block.block_hash, block.parent, last_used)
         return made
-
-
-def result_of(steps: Generator[None, None, T]) -> T:
-    """Changes state. Take all steps; what comes of them."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-
-
-class SimMoves:
-    """Moves under way between a slab and a SimDisk: a few steps each, in any order, and late."""
-
-    def __init__(self, disk: SimDisk, lower: LowerTier, now_ms: Callable[[], float]) -> None:
-        self.disk, self.lower = disk, lower
-        self.num_loads = self.num_groups = 0
-        self._now_ms = now_ms
-        self._running: list[Iterator[None]] = []
-
-    @property
-    def is_idle(self) -> bool:
-        return not self._running
-
-    def take(self, transfer: LoadBlocks | WriteGroup) -> None:
-        """Changes state."""
-        if isinstance(transfer, LoadBlocks):
-            self.num_loads += 1
-            self._running += [self._load(transfer, index) for index in range(len(transfer.blocks))]
-            return
-        self.num_groups += 1
-        written: set[int] = set()
-        left = {block.disk_slot for block in transfer.blocks}
-        self._running += [self._write(transfer, block, written, left) for block in transfer.blocks]
-        if not left:
-            self._running.append(self._commit(transfer, written))
-
-    def step(self, rng: Random) -> None:
-        """Changes state. One step of one move."""
-        steps = self._running[rng.randrange(len(self._running))]
-        try:
-            next(steps)
-        except StopIteration:
-            self._running.remove(steps)
-
-    def _load(self, transfer: LoadBlocks, index: int) -> Iterator[None]:
-        outcome = yield from self.disk.load_in_steps(transfer.blocks[index])
-        yield
-        self.lower.loaded(transfer.id, index, outcome, self._now_ms())
-
-    def _write(self, group: WriteGroup, block: WrittenBlock, written: set[int], left: set[int]) -> Iterator[None]:
-        if (yield from self.disk.write_in_steps(block)):
-            written.add(block.disk_slot)
-        yield
-        left.remove(block.disk_slot)
-        if not left:
-            self.lower.writes.almost_written()
-            self._running.append(self._commit(group, written))
-
-    def _commit(self, group: WriteGroup, written: set[int]) -> Iterator[None]:
-        yield
-        failed, ok = self.disk.commit_rows(group, written)
-        yield
-        self.lower.writes.committed(group.id, failed, ok, self._now_ms())
 
 
 SIM_ROW = np.dtype(

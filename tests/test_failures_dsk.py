@@ -17,7 +17,8 @@ import pytest
 import kvstore
 from kvstore import KVSpec
 from kvstore.media.slabfile import DATA_OFFSET
-from tests.daemons import SPEC, Daemon, assert_balanced, chat, read, store, wait_until
+from radix.eviction.lru import LRU
+from tests.daemons import SPEC, Daemon, assert_balanced, chat, embedded, read, store, wait_until
 from tests.test_ssd_edges import config_of, daemon_of, get, opened, put
 
 MIB = 1 << 20
@@ -152,3 +153,26 @@ def test_an_eviction_policy_that_raises_once_is_loud_and_eviction_goes_on() -> N
             facts = daemon_of(client)
             assert facts["memory"]["blocks_evicted"] > 20 * 64 - 341
             assert_balanced(facts)
+
+
+def test_a_store_in_this_process_that_failed_goes_on_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DSK, COR: a bug of ours shows in the call that met it; a state left half-way serves nobody after that."""
+    real, fails = LRU.victim, [False]
+
+    def victim(lru: LRU) -> Any:
+        if fails[0]:
+            raise ValueError("not enough values to unpack")
+        return real(lru)
+
+    monkeypatch.setattr(LRU, "victim", victim)
+    with embedded("4MiB") as client:
+        cache = client.attach(SPEC)
+        for number in range(8):
+            assert store(cache, chat(number, 1024))
+        fails[0] = True
+        with pytest.raises(ValueError, match="not enough values"):
+            cache.reserve(chat(50, 1024))
+        fails[0] = False
+        assert read(cache, chat(7, 1024)) == cache.match(chat(7, 1024)) == 0
+        assert cache.reserve(chat(51, 1024)).num_blocks == 0
+        assert not client.status()["available"]

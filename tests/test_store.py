@@ -1,4 +1,4 @@
-"""What the store promises, one fact at a time. tests/world.py mixes them all."""
+"""What the store promises, one fact at a time. tests/sim mixes them all."""
 
 import dataclasses
 import random

@@ -16,6 +16,7 @@ from kvstore.media.folder import require_memory
 from kvstore.media.memory import Slab
 from kvstore.service.daemon import open_disk, require_capacity
 from kvstore.service.service import Service, geometry_for
+from transports.errors import PeerLost
 from transports.messages import Reply, decode, encode
 
 TURN_MS = 1000.0
@@ -46,6 +47,9 @@ class EmbeddedEndpoint:
         self._replies: SimpleQueue[bytes] = SimpleQueue()
         self._lock = threading.Lock()
         self._is_closing = False
+        self._is_sound = (
+            True  # false while the service is at work: who leaves it so was interrupted, or met a bug of ours
+        )
         self._wakes_ms = 0.0  # when the thread looks again though nothing woke it
         with ExitStack() as held:
             self._service = embedded_service(config, self._clock, held)
@@ -55,13 +59,17 @@ class EmbeddedEndpoint:
 
     def send(self, frame: bytes) -> None:
         with self._lock:
-            if not self._is_closing:
-                self._service.run_completions()
-                self._service.dispatch(decode(frame), self._keep)
-                due_ms = self._service.next_deadline_ms()
-                if due_ms is not None and due_ms < self._wakes_ms:
-                    self._wakes_ms = due_ms
-                    os.eventfd_write(self._service.movers.fd, 1)
+            if self._is_closing:
+                return
+            self._require_sound()
+            message, self._is_sound = decode(frame), False
+            self._service.run_completions()
+            self._service.dispatch(message, self._keep)
+            self._is_sound = True
+            due_ms = self._service.next_deadline_ms()
+            if due_ms is not None and due_ms < self._wakes_ms:
+                self._wakes_ms = due_ms
+                os.eventfd_write(self._service.movers.fd, 1)
 
     def receive(self, timeout_ms: float) -> bytes | None:
         try:
@@ -82,8 +90,19 @@ class EmbeddedEndpoint:
         while not self._is_closing:
             poll.poll(self._wait_ms())
             with self._lock:
-                if not self._is_closing:
-                    self._service.run_completions()
+                if self._is_closing or not self._is_sound:
+                    return
+                self._is_sound = False
+                self._service.run_completions()
+                self._is_sound = True
+
+    def _require_sound(self) -> None:
+        """PeerLost where the service was left in the midst of something: its state may contradict itself.
+
+        As with a daemon that has ended, all that is asked from then on is a miss.
+        """
+        if not self._is_sound:
+            raise PeerLost("the store in this process failed: see the error before this")
 
     def _wait_ms(self) -> float:
         with self._lock:

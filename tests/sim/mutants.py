@@ -39,7 +39,7 @@ STEPS_PER_WORLD = 1000
 WORLDS_MAX = 60
 NO_DAMAGE = frozenset({"disk_bit_flips", "header_bit_flips", "payload_bit_flips", "index_is_damaged"})
 WRITING = frozenset({"process_dies_writing", "seconds_pass"})
-RESTARTING = frozenset({"daemon_is_replaced"})
+RESTARTING = frozenset({"daemon_is_replaced", "process_stalls", "process_wakes"})
 
 
 @dataclass(frozen=True)
@@ -152,12 +152,12 @@ def _restart_off() -> Any:
 
 
 def _generation_off() -> Any:
-    """A command for a session of an earlier life is taken for one of the newest."""
+    """A command for a session of an earlier life is taken for one of the session that holds most."""
     real = Store.session
 
     def session(store: Store, session_id: int) -> Session:
-        newest = max(store._sessions, default=session_id)
-        return real(store, session_id if session_id in store._sessions else newest)
+        busiest = max(store.sessions, key=lambda each: each.held_nbytes, default=None)
+        return busiest if busiest is not None and session_id not in store._sessions else real(store, session_id)
 
     return _patched(Store, "session", session)
 
@@ -210,17 +210,17 @@ def _release_off() -> Any:
 MUTANTS = (
     Mutant(Guard.CHECKSUM, "no sum is compared", _checksum_off, without=frozenset()),
     Mutant(Guard.TOKENS, "a reader compares no tokens", _tokens_off, hash_bits=8),
-    Mutant(Guard.TOKENS, "a reader compares a block's own tokens only", _context_off, hash_bits=8),
+    Mutant(Guard.TOKENS, "a reader compares a block's own tokens only", _context_off, hash_bits=8, first_seed=5),
     Mutant(Guard.SEAL, "what was not filled is sealed", _seal_off, "checksum, tokens"),
-    Mutant(Guard.ROW, "a slot is reused before its row is gone", _row_off, "checksum, tokens"),
+    Mutant(Guard.ROW, "a slot is reused before its row is gone", _row_off, "checksum, tokens", first_seed=2),
     Mutant(Guard.PIN, "what is in use is evicted", _pin_off),
-    Mutant(Guard.BYTES, "rows are written before their bytes are durable", _bytes_off, "checksum"),
-    Mutant(Guard.BYTES, "a block that was not written gets a row", _order_off, "checksum"),
+    Mutant(Guard.BYTES, "rows are written before their bytes are durable", _bytes_off, "checksum", first_seed=2),
+    Mutant(Guard.BYTES, "a block that was not written gets a row", _order_off, "checksum", first_seed=2),
     Mutant(Guard.SESSION, "the dead keep what they held", _session_off),
-    Mutant(Guard.SESSION, "no quarantine", _quarantine_off, often=WRITING),
-    Mutant(Guard.RESTART, "slots are reused before all have said what they hold", _restart_off, "tokens"),
-    Mutant(Guard.GENERATION, "commands of an earlier life are obeyed", _generation_off, often=RESTARTING),
-    Mutant(Guard.DEADLINE, "a wait has no end", _deadline_off, "the client's own deadline"),
+    Mutant(Guard.SESSION, "no quarantine", _quarantine_off, often=WRITING, first_seed=3),
+    Mutant(Guard.RESTART, "slots are reused before all have said what they hold", _restart_off, "tokens", first_seed=3),
+    Mutant(Guard.GENERATION, "commands of an earlier life are obeyed", _generation_off, often=RESTARTING, first_seed=7),
+    Mutant(Guard.DEADLINE, "a wait has no end", _deadline_off, "the client's own deadline", first_seed=7),
     Mutant(Guard.DEADLINE, "a handler that fails does not answer", _reply_off, "the client's own deadline"),
     Mutant("(model)", "a cache that finds nothing", lambda: _patched(Store, "find", lambda *_: 0)),
     Mutant("(model)", "a cache that gives nothing", lambda: _patched(Store, "_lease", lambda *_: None), faults=False),

@@ -166,6 +166,15 @@ class Process:
         """Query. Whether the daemon takes it for dead, so that nothing protects what it looks at."""
         return self.ends_ms < float("inf")
 
+    def holds_in(self, session_id: int) -> set[int]:
+        """Query. Leases and reservations that it has in this session, as far as it can be sure of them now."""
+        if self.link is None or self.task is not None or self.is_dead or self.is_given_up:
+            return set()
+        session = self.link.session
+        if session.id != session_id or self.link._breaker.is_open:
+            return set()
+        return {number for number, held in session.in_use.items() if held.slots and not held.is_lost}
+
     @property
     def has_caches(self) -> bool:
         """Query. Whether it is attached."""

@@ -10,7 +10,8 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore.spec import KVSpec
-from radix import keys_in, normalise_keys
+from radix import HashKind, hash_block, keys_in, normalise_keys, root_hash, token_bytes
+from tests.models import rows_of
 
 Bytes = npt.NDArray[np.uint8]
 Keys = tuple[tuple[int, bytes], ...]
@@ -22,14 +23,6 @@ SPECS = (
     KVSpec(model="gqa", dtype="float16", num_layers=2, num_kv_heads=2, head_dim=2, block_tokens=4, tenant_salt="other"),
 )  # slots of 8, 12, 12 and again 8 KiB
 TOKENS_MAX = 60
-
-
-def rows_of(spec: KVSpec) -> tuple[int, int]:
-    """Query. A payload is [rows, tokens, width] bytes, whatever its layout."""
-    if spec.is_opaque:
-        return 1, spec.token_nbytes
-    rows = spec.num_layers * (1 if spec.latent_dim else 2 * spec.num_kv_heads)
-    return rows, spec.token_payload_nbytes // rows
 
 
 class Text:
@@ -93,6 +86,23 @@ def _grafted(head: Text, tail: Text, rng: Random) -> Text:
     """The first blocks of one prompt before the last ones of another: equal tokens in another context."""
     cut = head.spec.block_tokens * rng.randint(1, max(1, min(head.num_blocks, tail.num_blocks)))
     return Text(head.spec, head.token_ids[:cut] + tail.token_ids[cut:], ())
+
+
+def hash_kind(spec: KVSpec) -> HashKind:
+    """Query. As the store chooses it."""
+    return HashKind.SHA256 if spec.tenant_salt else HashKind.XXH3
+
+
+def collided(text: Text, rng: Random) -> Text:
+    """Query. The prompt with another first block of the same name, where hashes are so short that one is found."""
+    size, kind = text.spec.block_tokens, hash_kind(text.spec)
+    root = root_hash(text.spec.fingerprint, kind)
+    wanted = hash_block(root, token_bytes(text.token_ids[:size]), (), kind)
+    for _ in range(1000):
+        head = tuple(rng.choices(range(1, 51), k=size))
+        if head != text.token_ids[:size] and hash_block(root, token_bytes(head), (), kind) == wanted:
+            return Text(text.spec, head + text.token_ids[size:], ())
+    return text
 
 
 def some_text(spec: KVSpec, known: list[Text], rng: Random, *, alphabet: int) -> Text:

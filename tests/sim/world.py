@@ -27,11 +27,11 @@ from kvstore.media.memory import Geometry
 from kvstore.service.daemon import CONFIRM_MS
 from kvstore.service.prompt import Prompt
 from kvstore.spec import KVSpec
-from radix import HashKind, common_tokens
+from radix import common_tokens
 from tests.sim.machine import Machine
 from tests.sim.node import Node, config_for
 from tests.sim.process import Process
-from tests.sim.texts import SPECS, Bytes, Text, some_text
+from tests.sim.texts import SPECS, Bytes, Text, collided, hash_kind, some_text
 
 EXTENT_NBYTES = 64 << 10
 TEXTS_MAX = 200  # remembered per world
@@ -171,6 +171,8 @@ class World:
         """Changes state. A prompt."""
         known = self.texts[spec]
         text = some_text(spec, known, rng, alphabet=self.alphabet)
+        if self.plan.hash_bits < 128 and rng.random() < 0.2 and text.num_blocks > 1 and not text.keys:
+            text = collided(text, rng)
         if not known or known[-1] is not text:
             known.append(text)
             del known[:-TEXTS_MAX]
@@ -235,12 +237,15 @@ class World:
         store.memory.tree.check([*pins, *store._summing.values(), *moving])
 
     def _check_sessions(self) -> None:
-        """LEK: no lease, no reservation without an owner that lives, or whose death the daemon has yet to see."""
+        """LEK: no lease, no reservation without an owner that lives, or whose death the daemon has yet to see; and
+        COR: none is ended but by its owner."""
         daemon = self.node.daemon
         assert daemon is not None
         for session in self.service.store.sessions:
             owner = self.node.owner.get(session.id)
             assert owner in self.node.everybody, "a session of nobody"
+            held = owner.holds_in(session.id)
+            assert held <= session.leases.keys() | session.reservations.keys(), "somebody's lease was ended by another"
 
     def _check_answers(self) -> None:
         """HNG: who waits is told at the time given at the latest, once the loop has looked at the clock."""
@@ -623,8 +628,7 @@ class Happenings:
 
 def prompt_of(text: Text) -> Prompt:
     """Query. As a client names it."""
-    kind = HashKind.SHA256 if text.spec.tenant_salt else HashKind.XXH3
-    return Prompt(text.spec, kind, text.token_ids, text.keys)
+    return Prompt(text.spec, hash_kind(text.spec), text.token_ids, text.keys)
 
 
 def _is_connected(process: Process) -> bool:
