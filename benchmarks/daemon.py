@@ -25,14 +25,15 @@ class DaemonFailed(Exception):
 class Daemon:
     """One `kvstore serve` with a socket, a slab and a log in a folder of its own in shared memory.
 
-    `kill` and `start` again play a crash. Leaving the block ends the process and removes the folder, whatever happened.
+    `kill` and `start` again play a crash, `stop` and `start` an upgrade. Leaving the block ends the process and removes
+    the folder, whatever happened.
     """
 
     def __init__(self, capacity: str, *options: str, command: Sequence[str] = ()) -> None:
         """`command`: what stands for `kvstore`, with its own first arguments."""
         self._command = command
         self._options = ("--memory.capacity", capacity, *options)
-        self._folder = Path(tempfile.mkdtemp(prefix="kvstore-bench-", dir=_shared_memory()))
+        self._folder = Path(tempfile.mkdtemp(prefix="kvstore-bench-", dir=shared_memory()))
         self._log = self._folder / "log"
         self._process: subprocess.Popen[bytes] | None = None
         self.address = f"ipc://{self._folder / 'kvstore.sock'}"
@@ -52,20 +53,52 @@ class Daemon:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        assert self._process is not None
+        return self._process.poll()
+
+    @property
+    def slab_folder(self) -> Path:
+        return self._folder / "slab"
+
     def start(self) -> None:
         """Changes state. Returns once the daemon answers; DaemonFailed with its last words if it does not."""
+        self.spawn()
+        self.wait_until_up()
+
+    def wait_until_up(self) -> None:
+        """Query. As `start`, of a process that was spawned."""
+        give_up_at = time.monotonic() + START_S_MAX
+        while not self._answers():
+            if self.exit_code is not None or time.monotonic() > give_up_at:
+                raise DaemonFailed(f"kvstore serve did not come up: {self.last_words()}")
+            time.sleep(0.05)
+
+    def spawn(self, *options: str) -> None:
+        """Changes state. Start the process and do not wait for it. `options`: for this life only."""
         kvstore_command = self._command or (_console_script(),)
-        command = [*kvstore_command, "serve", "--address", self.address, "--memory.path", str(self._folder / "slab")]
+        command = [*kvstore_command, "serve", "--address", self.address, "--memory.path", str(self.slab_folder)]
         with self._log.open("ab") as log:
             # a session of its own: Ctrl-C reaches the benchmark, which then ends the daemon in order
             self._process = subprocess.Popen(
-                [*command, *self._options], stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+                [*command, *self._options, *options],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )
-        give_up_at = time.monotonic() + START_S_MAX
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > give_up_at:
-                raise DaemonFailed(f"kvstore serve did not come up: {self._last_words()}")
-            time.sleep(0.05)
+
+    def stop(self) -> int:
+        """Changes state. SIGTERM: it puts everything in order. The exit code; DaemonFailed when it does not end."""
+        assert self._process is not None
+        self._process.terminate()
+        try:
+            return self._process.wait(STOP_S_MAX)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise DaemonFailed(f"kvstore serve did not stop within {STOP_S_MAX:.0f} s: {self.last_words()}") from None
 
     def kill(self) -> None:
         """Changes state. SIGKILL: the process has no chance to put anything in order."""
@@ -75,12 +108,9 @@ class Daemon:
 
     def close(self) -> None:
         """Changes state. Idempotent."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(STOP_S_MAX)
-            except subprocess.TimeoutExpired:
-                self.kill()
+        with contextlib.suppress(DaemonFailed):  # it is gone in any case
+            if self._process is not None and self._process.poll() is None:
+                self.stop()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _answers(self) -> bool:
@@ -90,9 +120,10 @@ class Daemon:
             return False
         return True
 
-    def _last_words(self) -> str:
+    def last_words(self, count: int = 1) -> str:
+        """Query. The last lines of its log."""
         lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it wrote nothing"
+        return "\n".join(lines[-count:]) or "it wrote nothing"
 
 
 @contextlib.contextmanager
@@ -117,5 +148,6 @@ def _console_script() -> str:
     return str(script)
 
 
-def _shared_memory() -> str | None:
+def shared_memory() -> str | None:
+    """Query. Where files take memory and no disk; None: this machine has no such place that we know of."""
     return "/dev/shm" if Path("/dev/shm").is_dir() else None

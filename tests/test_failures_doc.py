@@ -12,14 +12,6 @@ import pytest
 
 from tests.sources import ROOT, parse
 
-NOT_THERE_YET = {  # to be deleted, with its one use, as soon as the simulation is there
-    "test_simulation.py::test_fixed_seeds_neither_lie_nor_leak",
-    "test_simulation.py::test_fresh_seeds",
-    "test_simulation.py::test_the_twin_hits_what_the_model_predicts",
-    "test_mutants.py::test_each_guard_is_needed",
-}
-PENDING_FILES = {"tests/test_soak_benchmark.py"}  # likewise
-
 CLOSED = {"COR", "IDN", "HSH", "HNG", "LEK", "RST", "DSK", "TTL"}  # a row waits only for a capability of its own
 CLASSES = CLOSED | {"TPP", "CFG", "INS", "OBS", "PRF", "SEC"}
 CAPABILITIES = {
@@ -46,10 +38,6 @@ class Row(NamedTuple):
     def waits_for(self) -> list[str]:
         found = re.findall(r"\*\*waits for: ([^*]+)\*\*", self.proof)
         return [each for some in found for each in some.split(", ")]
-
-    @property
-    def pending(self) -> list[str]:
-        return re.findall(r"TODO PENDING\(([^)]+)\)", self.proof)
 
 
 def page() -> str:
@@ -84,22 +72,18 @@ def docstrings(file: str) -> dict[str, str]:
 
 def faults(row: Row) -> Iterator[str]:
     """Query. What is not true of a row."""
-    if not (row.tests or row.waits_for or row.pending):
+    if not (row.tests or row.waits_for):
         yield "neither tested nor waiting"
     for name in row.tests:
         file, _, test = name.partition("::")
         test = test.partition("[")[0]  # a parametrised one stands for the function
         if not (ROOT / "tests" / file).exists() or test not in docstrings(file):
-            if name not in NOT_THERE_YET:
-                yield f"no such test: {name}"
+            yield f"no such test: {name}"
         elif not re.search(rf"\b{row.code}\b", docstrings(file)[test] + docstrings(file)[""]):
             yield f"{name} does not say {row.code}"
     for capability in row.waits_for:
         if capability not in CAPABILITIES or (row.code in CLOSED and capability in LATER):
             yield f"waits for {capability}"
-    for file in row.pending:
-        if file not in PENDING_FILES:
-            yield f"pending on {file}"
 
 
 @pytest.mark.parametrize("code", sorted(CLASSES))
@@ -144,7 +128,6 @@ def test_the_capabilities_are_those_that_the_page_explains() -> None:
         ),
         ("**waits for: better days**", "waits for better days"),
         ("**waits for: metrics**", "waits for metrics"),
-        ("TODO PENDING(tests/never.py)", "pending on tests/never.py"),
         ("`test_hit.py::test_two_readers_may_report_one_damage`; **waits for: nodes, ranks**", ""),
         ("`test_hit.py::test_a_damaged_header_is_a_miss_that_takes_the_subtree_and_heals[0-hash]`", ""),
     ],

@@ -95,7 +95,7 @@ class World:
         self._last_pid = FIRST_PID
         self._checked = -1
         self._exits = ExitStack()
-        folder = Path(tempfile.mkdtemp(prefix="kvstore-sim-", dir="/dev/shm"))
+        folder = Path(tempfile.mkdtemp(prefix="sim-kvstore-", dir="/dev/shm"))
         self._exits.callback(shutil.rmtree, folder)
         self.node = self._make_node(rng, folder)
         self._exits.enter_context(self.node.installed())
