@@ -237,6 +237,7 @@ class Welcome(Reply, frozen=True, tag=40):
     slab_path: Text
     sessions_path: Text
     checksums: bool
+    verify: bool = False  # whether readers sum payloads, too
 
 
 class Attached(Reply, frozen=True, tag=41):
