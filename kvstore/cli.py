@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from rich.table import Table
 from typer.exceptions import TyperException
 
 from kvstore.config import DEFAULT_ADDRESS, Config, load_config
+from kvstore.core.stats import Guard
 from kvstore.core.store import SESSIONS_MAX
 from kvstore.errors import ConfigInvalid, KVStoreError
 from kvstore.media.check import Report, verify
@@ -234,6 +236,8 @@ def _print_status(facts: dict[str, Any]) -> None:
     console.print(_table(columns, [[*counts, ratio, f"{stats['blocks_stored']:,}"]]))
     if facts["disk"] is not None:
         _print_disk(console, facts)
+    if line := damage_line(stats["guards"]):
+        console.print(f"[yellow]{line}[/]", highlight=False)
     sessions = [
         [str(each["id"]), str(each["leases"]), str(each["reservations"]), _size(each["held_nbytes"])]
         for each in facts["sessions"]
@@ -245,6 +249,15 @@ def _print_status(facts: dict[str, Any]) -> None:
         for each in facts["specs"]
     ]
     console.print(_table(["spec", "model", "block hash", "prefill"], specs))
+
+
+def damage_line(guards: Mapping[str, int]) -> str:
+    """Query. What the operator should know of damage that was found; nothing where there was none."""
+    damaged, others = guards.get(Guard.CHECKSUM, 0), guards.get(Guard.TOKENS, 0)
+    if not damaged + others:
+        return ""
+    found = f"{damaged:,} damaged, {others:,} under another's name"
+    return f"blocks found wrong and not served: {found}; test this machine's memory and drive"
 
 
 def _memory_row(memory: dict[str, Any]) -> list[str]:

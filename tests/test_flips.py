@@ -243,6 +243,7 @@ def test_a_payload_flipped_in_ram_never_reaches_the_ssd(tmp_path: Path, verify: 
             "its chain is queued anew"
         )
         assert read(cache, tokens) == 16, "nor is it served from memory any more"
+        assert "wrong and not served: 1 damaged" in run_kvstore("status", "--address", daemon.address).stdout
         assert store(cache, tokens)
         wait_until(lambda: client.status()["daemon"]["disk"]["blocks"] == 3)
         assert daemon.terminate() == 0

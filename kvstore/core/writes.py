@@ -302,7 +302,8 @@ class Writes:
             part.item.is_broken = True
             reason = "payload" if part.is_damaged else "io"
             self._stats.writes_dropped[reason] += len(part.blocks) - len(there)
-            self._stats.guards[Guard.CHECKSUM if part.is_damaged else Guard.BYTES] += len(part.blocks) - len(there)
+            self._stats.guards[Guard.CHECKSUM] += part.is_damaged
+            self._stats.guards[Guard.BYTES] += len(part.blocks) - len(there) - part.is_damaged
             self._disk.remove(part.disk_pin, part.blocks[len(there)].number)
         self._disk.unpin(part.disk_pin)
         self._memory.unpin(part.memory_pin)
