@@ -1,6 +1,7 @@
 # Two commands matter: `make demo` and `make test`. Both set everything up by themselves, once.
 PYTHON ?= python3
 STEPS ?= 100000
+SECONDS ?= 60
 BENCHMARKS ?= multi_turn copy_rate restart
 
 PY := .venv/bin/python
@@ -32,7 +33,8 @@ lint: $(INSTALLED) ## ruff and mypy --strict
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-fuzz: $(INSTALLED) ## the property tests with fresh random examples, and more of them than `make test`
+fuzz: $(INSTALLED) ## the wire by coverage, SECONDS=60 for each target, and the property tests with fresh examples
+	$(PY) -m tests.fuzz_wire --seconds $(SECONDS)
 	$(PY) -m pytest -m hypothesis --hypothesis-profile=fresh --timeout=1800
 
 bench: setup ## the benchmarks, one JSON line each; stops at the first that misses a bar (BENCHMARKS="a b" chooses)

@@ -289,7 +289,7 @@ FLIPS = 100
 
 @pytest.mark.parametrize("seed", range(2))
 def test_bits_that_flip_on_the_wire_are_misses(own_daemon: Daemon, seed: int) -> None:
-    """COR, SEC: hundreds of damaged frames; the daemon stays up, and who is not on that line is served."""
+    """COR, SEC: a frame that is not what was sent is as good as lost; who is not on that line is served."""
     rng, total = random.Random(seed), 0
     prompts = [chat(rng.randrange(12), rng.randrange(1, 120)) for _ in range(40)]
     line, other = Noisy(ZmqEndpoint(own_daemon.address), rng), KVSpec(**(vars_of(SPEC) | {"block_tokens": 32}))
@@ -301,15 +301,12 @@ def test_bits_that_flip_on_the_wire_are_misses(own_daemon: Daemon, seed: int) ->
             total += read(cache, tokens)
             store(cache, tokens, by_array=rng.random() < 0.5)
             wait_until(lambda: client._link.usable, what="its keeper has spoken to the daemon")
-            if len(client._link.session.attached) < 2 or rng.random() < 0.05:
-                client._link._trip("an answer about a model was damaged, and is not asked for again")
-                wait_until(lambda: client._link.usable)
             assert read(quiet, tokens) == len(tokens) or store(quiet, tokens) or read(quiet, tokens) == len(tokens)
         assert total > FLIPS
         assert own_daemon.process.poll() is None
         assert "Traceback" not in own_daemon.log
         assert calm.status()["client"]["reconnects"] == calm.status()["client"]["deadlines_missed"] == 0
-    # A damaged hello may leave a session behind, which holds its leases until this process ends.
+    wait_until(lambda: not own_daemon.status()["sessions"], what="nobody is left of it")
     assert_balanced(own_daemon.status())
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import tracemalloc
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from transports import messages as wire
 from transports.errors import LocalProtocolError, RemoteProtocolError
-from transports.messages import MESSAGE_NBYTES_MAX, Message, Reply, Request, decode, encode
+from transports.messages import DIGEST_NBYTES, MESSAGE_NBYTES_MAX, Message, Reply, Request, decode, encode, sealed
 
 GOLDEN: dict[str, str] = json.loads((Path(__file__).parent / "vectors" / "messages.json").read_text())
 KINDS: list[type[Message]] = list(get_args(wire.AnyMessage))
@@ -81,10 +82,10 @@ def test_fields_with_defaults_may_be_missing_and_unknown_ones_follow() -> None:
         needed = [field for field in fields if field.required]
         tag: Any = type(sample).__struct_config__.tag
         values = [getattr(sample, field.name) for field in needed]
-        short = decode(msgspec.msgpack.encode([tag, *values]))
+        short = decode(sealed(msgspec.msgpack.encode([tag, *values])))
         assert [getattr(short, field.name) for field in needed] == values
         longer = [tag, *(getattr(sample, field.name) for field in fields), "later", {"x": [1]}]
-        assert decode(msgspec.msgpack.encode(longer)) == sample
+        assert decode(sealed(msgspec.msgpack.encode(longer))) == sample
 
 
 # --- bounds
@@ -146,20 +147,20 @@ def test_packed_fields_hold_whole_elements(sample: Message) -> None:
         for extra in range(1, widths[name]):
             broken = values | {name: values[name] + bytes(extra)}
             with pytest.raises(RemoteProtocolError, match=f"{name}: .* no multiple of {widths[name]}"):
-                decode(msgspec.msgpack.encode([tag, *broken.values()]))
+                decode(sealed(msgspec.msgpack.encode([tag, *broken.values()])))
 
 
 def test_carried_slots_are_whole_numbers() -> None:
     """SEC."""
     with pytest.raises(RemoteProtocolError, match="no multiple of 4"):
-        decode(msgspec.msgpack.encode([10, 1, SESSION, [(1, b"123")]]))
+        decode(sealed(msgspec.msgpack.encode([10, 1, SESSION, [(1, b"123")]])))
 
 
 def test_frame_above_the_limit_is_our_bug() -> None:
     """What ZeroMQ would drop without a word is an error here."""
     with pytest.raises(LocalProtocolError, match="State of"):
         encode(wire.State(1, bytes(MESSAGE_NBYTES_MAX)))
-    fits = wire.State(1, bytes(MESSAGE_NBYTES_MAX - 8))
+    fits = wire.State(1, bytes(MESSAGE_NBYTES_MAX - 8 - DIGEST_NBYTES))
     assert len(encode(fits)) == MESSAGE_NBYTES_MAX
     assert decode(encode(fits)) == fits
 
@@ -179,7 +180,7 @@ def decodes_or_fails(frame: bytes) -> Message | None:
 
 
 DEEP = b"\x91" * 50_000
-GET_STATUS = encode(wire.GetStatus(1))
+GET_STATUS = encode(wire.GetStatus(1))[:-DIGEST_NBYTES]
 
 
 @given(frame=st.binary(max_size=300))
@@ -197,15 +198,16 @@ GET_STATUS = encode(wire.GetStatus(1))
 @example(frame=b"\x91\xd8\x05" + bytes(16))  # an extension type
 @example(frame=GET_STATUS + b"\0")  # something after the end
 def test_any_bytes_are_a_message_or_one_error(frame: bytes) -> None:
-    """SEC."""
+    """SEC: with a digest that fits and without."""
     decodes_or_fails(frame)
+    decodes_or_fails(sealed(frame))
 
 
 @given(sample=st.sampled_from(SAMPLES), seed=st.integers(0, 1 << 32))
 def test_mutated_frames_are_a_message_or_one_error(sample: Message, seed: int) -> None:
     """SEC."""
     rng = random.Random(seed)
-    frame = bytearray(encode(sample))
+    frame = bytearray(encode(sample)[:-DIGEST_NBYTES])
     for _ in range(rng.randint(1, 4)):
         at = rng.randrange(len(frame) + 1)
         match rng.randrange(4):
@@ -217,7 +219,32 @@ def test_mutated_frames_are_a_message_or_one_error(sample: Message, seed: int) -
                 frame[at:at] = rng.randbytes(rng.randint(1, 8))
             case _:
                 frame[at : at + 5] = rng.choice((b"\xdd", b"\xc6", b"\xdb", b"\xdf")) + b"\xff\xff\xff\xff"
-    decodes_or_fails(bytes(frame))
+    decodes_or_fails(sealed(bytes(frame)))
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: type(sample).__name__)
+def test_a_bit_that_flips_on_the_way_is_one_error(sample: Message) -> None:
+    """COR, SEC: also in a number of a notice, where it would name somebody else's session or lease."""
+    frame = encode(sample)
+    for bit in range(8 * len(frame)):
+        changed = bytearray(frame)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(RemoteProtocolError, match="not what was sent"):
+            decode(bytes(changed))
+
+
+@pytest.mark.parametrize("claim", [b"\xdd", b"\xc6", b"\xdb", b"\xdf"])
+def test_a_claim_of_four_billion_takes_no_memory(claim: bytes) -> None:
+    """SEC, DSK: lengths are believed only as far as the frame goes."""
+    tracemalloc.start()
+    try:
+        for tag, count in ((3, 6), (4, 7), (10, 3), (20, 3)):
+            frame = sealed(bytes((0x90 | count, tag)) + b"\x01" * (count - 2) + claim + b"\xff\xff\xff\xff")
+            with pytest.raises(RemoteProtocolError):
+                decode(frame)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: type(sample).__name__)
@@ -234,4 +261,4 @@ def test_text_that_is_no_utf8_is_one_error(text: bytes) -> None:
     """SEC."""
     frame = encode(wire.Failed(1, "abc", "x"))
     with pytest.raises(RemoteProtocolError):
-        decode(frame.replace(b"abc", text))
+        decode(sealed(frame[:-DIGEST_NBYTES].replace(b"abc", text)))

@@ -1,7 +1,9 @@
 """The control protocol between a client and the daemon of its node, version 1.
 
-Grammar (one ZeroMQ message each way; the body is one MessagePack array, its first element the tag):
+Grammar (one ZeroMQ message each way):
 
+    frame     = body digest              ; XXH3-64 of the body, u64 little-endian: what flips on the way is dropped
+    body      = one MessagePack array, its first element the tag
     session   = hello welcome *exchange [goodbye]
     exchange  = request reply            ; exactly one terminal reply per request, from the dispatcher
               / notice                   ; one-way, never answered
@@ -29,6 +31,7 @@ Packed fields: `hashes` 16 bytes each; `tokens` and `slots` u32 little-endian; f
 from typing import Annotated
 
 import msgspec
+import xxhash
 from msgspec import Meta, Struct
 
 from transports.errors import LocalProtocolError, RemoteProtocolError
@@ -41,7 +44,8 @@ TOKENS_MAX = 1 << 20
 KEYS_MAX = 1024
 LEASES_PER_NOTICE_MAX = 4096
 SPEC_NBYTES_MAX = 65536
-MESSAGE_NBYTES_MAX = 8 << 20
+MESSAGE_NBYTES_MAX = 8 << 20  # of a frame
+DIGEST_NBYTES = 8
 SECONDS_MAX = 1e9
 MS_MAX = 1e12
 
@@ -305,21 +309,33 @@ AnyNotice = Release | Abort | Discard | Prefetch | Report | Goodbye
 AnyReply = Welcome | Attached | Found | Acquired | Loaded | Reserved | Committed | Done | State | Failed
 AnyMessage = AnyRequest | AnyNotice | AnyReply
 
+def _digest(body: bytes | memoryview) -> bytes:
+    return xxhash.xxh3_64_intdigest(body).to_bytes(DIGEST_NBYTES, "little")
+
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 
 def encode(message: Message) -> bytes:
     """One frame. LocalProtocolError when it would exceed MESSAGE_NBYTES_MAX."""
-    frame = _encoder.encode(message)
-    if len(frame) > MESSAGE_NBYTES_MAX:
-        raise LocalProtocolError(f"{type(message).__name__} of {len(frame)} bytes is above {MESSAGE_NBYTES_MAX}")
-    return frame
+    body = _encoder.encode(message)
+    if len(body) + DIGEST_NBYTES > MESSAGE_NBYTES_MAX:
+        raise LocalProtocolError(f"{type(message).__name__} of {len(body)} bytes is above {MESSAGE_NBYTES_MAX}")
+    return sealed(body)
+
+
+def sealed(body: bytes) -> bytes:
+    """Query. A body with its digest behind it."""
+    return body + _digest(body)
 
 
 def decode(frame: bytes | memoryview) -> AnyMessage:
     """Any bytes at all become a message or RemoteProtocolError."""
+    body, digest = memoryview(frame)[:-DIGEST_NBYTES], frame[-DIGEST_NBYTES:]
+    if digest != _digest(body):
+        raise RemoteProtocolError(f"bad {len(frame)}-byte frame: it is not what was sent")
     try:
-        return _decoder.decode(frame)
+        return _decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError) as exc:  # msgspec recurses on nesting in unknown fields
         raise RemoteProtocolError(f"bad {len(frame)}-byte frame: {exc}") from exc

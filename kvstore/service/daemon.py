@@ -24,6 +24,7 @@ from kvstore.media.folder import SlabFolder, default_folder, require_memory
 from kvstore.media.legacy import are_sound
 from kvstore.media.memory import EPOCH_OFFSET, Geometry, Slab
 from kvstore.service.liveness import SessionsFile, Watched
+from kvstore.service.offenders import MALFORMED_MAX, Offenders
 from kvstore.service.service import Service, geometry_for
 from transports.errors import AddressInUse, AddressInvalid, RemoteProtocolError
 from transports.messages import Reply, decode, encode
@@ -45,6 +46,7 @@ class Daemon:
         """Changes state. ConfigInvalid or TierUnavailable, one line for the operator, and nothing is left behind."""
         require_capacity(config)
         self._clock = clock or MonotonicClock()
+        self._offenders = Offenders()
         self._watched: dict[int, Watched] = {}
         self._pidfds: set[int] = set()
         self._born_ms: dict[int, float] = {}
@@ -149,13 +151,16 @@ class Daemon:
         self._wake_again()
 
     def _serve(self, incoming: Incoming) -> None:
+        if self._offenders.is_dropped(incoming.peer):
+            return
         try:
             message = decode(incoming.frame)
             if isinstance(message, Reply):
                 raise RemoteProtocolError(f"a client sent {type(message).__name__}")
         except RemoteProtocolError as exc:
-            log.warning("dropped a message from pid=%s: %s", incoming.sender_pid(), exc)
+            self._note_offence(incoming, exc)
             return
+        self._offenders.speaks(incoming.peer)
 
         def send(reply: Reply) -> None:
             if not self._listener.send(incoming.peer, encode(reply)):
@@ -163,6 +168,14 @@ class Daemon:
             os.sched_yield()  # the transport's thread takes the answer away before the loop goes on
 
         self.service.dispatch(message, send, incoming.sender_pid)
+
+    def _note_offence(self, incoming: Incoming, exc: RemoteProtocolError) -> None:
+        """Said at the first of a row and at the last: who floods the socket must not flood the log."""
+        count = self._offenders.offends(incoming.peer)
+        if count == 1:
+            log.warning("dropped a message from pid=%s: %s", incoming.sender_pid(), exc)
+        elif count == MALFORMED_MAX:
+            log.warning("pid=%s sends no messages: nothing of that connection is read any more", incoming.sender_pid())
 
     def _wake_again(self) -> None:
         """The listener's descriptor is edge-triggered: what is still queued would not wake the next poll."""

@@ -21,6 +21,7 @@ from kvstore.media.memory import Geometry, Slab
 from kvstore.media.paths import DiskPath
 from kvstore.media.slabfile import SlabFile, Superblock
 from kvstore.service.daemon import Daemon, _old_slab
+from kvstore.service.offenders import Offenders
 from kvstore.service.service import Service
 from tests.sim.machine import Machine, NoGc, Rows, SimFile, SimIndex, SimLocks, SimMovers, SimOs
 from transports import messages as wire
@@ -126,6 +127,7 @@ class SimDaemon(Daemon):
 
     def __init__(self, node: Node, slab: Slab, path: Path, epoch: int, disk: Disk) -> None:
         self._clock = node.machine.clock
+        self._offenders = Offenders()
         self._watched: dict[int, Any] = {}
         self._pidfds, self._born_ms = set(), {}
         self._next_sweep_ms = self._clock.now_ms()
