@@ -121,7 +121,7 @@ def test_what_is_queued_behind_a_busy_turn_does_not_wait_for_the_next_event() ->
             for _ in range(5):
                 hits = [cache.acquire(chat(1), wait=False) for _ in range(50)]
                 assert [hit.wait(10_000) for hit in hits] == [64] * 50
-            assert time.monotonic() - began < 1.0
+            assert time.monotonic() - began < 2.0
             assert client.status()["client"]["deadlines_missed"] == 0
 
 
