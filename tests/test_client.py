@@ -18,6 +18,7 @@ import pytest
 
 import kvstore
 from kvstore import Cache, Client, KVSpec
+from kvstore.core.writes import Writes
 from tests.daemons import (
     SPEC,
     Daemon,
@@ -576,6 +577,25 @@ def test_embedded_stores_leave_no_trace() -> None:
     gc.collect()
     assert num_fds() <= before[0]
     assert Path("/proc/self/maps").read_text().count("kvstore-slab") <= before[2]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the bug shows, as it should
+def test_an_embedded_store_that_failed_is_closed_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """HNG, COR: nothing is made of a state that may contradict itself, and nobody waits for it."""
+    disk = {"path": str(tmp_path / "ssd"), "capacity": "64MiB"}
+    before = threading.active_count()
+
+    def bug(*_: object) -> None:
+        raise AssertionError("a bug of ours")
+
+    with kvstore.open({"memory": {"capacity": "16MiB"}, "disk": disk}) as client:
+        wait_until(lambda: client.status()["daemon"]["disk"]["ready"])
+        monkeypatch.setattr(Writes, "committed", bug)
+        store(client.attach(SPEC), chat(1))
+        wait_until(lambda: client.status()["daemon"] is None)
+        began_s = time.monotonic()
+    assert time.monotonic() - began_s < 2
+    wait_until(lambda: threading.active_count() <= before)
 
 
 # Threads

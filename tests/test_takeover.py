@@ -490,7 +490,25 @@ def test_a_session_that_was_not_closed_holds_beside_its_successor(lives: Lives) 
     lives.store.close_session(failed.id, 0.0)
     assert not lives.takes(lives.open()) & set(slots_of(grant))
     lives.store.release(session.id, [lease])
+    lives.store.on_time(QUARANTINE_MS)
     assert lives.takes(lives.open()) >= set(slots_of(grant))
+
+
+def test_what_a_failed_carry_over_let_go_of_is_quarantined_though_nobody_is_awaited(lives: Lives) -> None:
+    """COR: its process had lost its lock, so that nobody awaited it; its device writes on all the same. (Found by the
+    simulation.)"""
+    old = lives.open()
+    _, grant = lives.reserve(old, ids(2, 2))
+    lives.restart({old.number})
+    failed = lives.open()
+    lives.store.carry(failed.id, [(1, grant.slots)])
+    lives.store.account_for(old.number, 0.0)
+    lives.store.close_session(failed.id, 5.0)
+    lives.store.on_time(QUARANTINE_MS + 4)
+    assert lives.counts()[2] == 2
+    lives.store.on_time(QUARANTINE_MS + 5)
+    assert lives.counts()[2] == 0
+    lives.store.check()
 
 
 def test_what_a_dead_holder_may_still_write_into_is_quarantined(lives: Lives) -> None:

@@ -105,8 +105,8 @@ class Loads:
         self._begin(_Load(entry, num_blocks - len(blocks), blocks, memory_pin, pin, background, len(blocks)), now_ms)
         return Promoted(hashes, num_blocks)
 
-    def loaded(self, load_id: int, index: int, outcome: Outcome, now_ms: float) -> bool:
-        """Changes state. A block's load has ended. Whether it failed, so that the lower tier must forget the block."""
+    def loaded(self, load_id: int, index: int, outcome: Outcome, now_ms: float) -> None:
+        """Changes state. A block's load has ended. One that failed leaves both tiers, with all that hangs below it."""
         load = self._loads[load_id]
         block = load.blocks[index]
         if outcome is Outcome.OK:
@@ -125,7 +125,6 @@ class Loads:
         load.num_left -= 1
         if not load.num_left:
             self._end(load_id)
-        return outcome is not Outcome.OK
 
     def take_transfers(self) -> list[LoadBlocks]:
         """Changes state. Work for the movers; what nobody waits for only while nobody waits."""

@@ -22,6 +22,7 @@ DAY_MS = 86_400_000
 _READ_HALF_NBYTES = 64 << 10  # well below what a drive reads in its latency (0.1 ms at 3 GB/s: 300 kB)
 _PREFILL_HALF_TOKENS = 16_384
 _KEEP_MIN = 0.25  # one observation, however large, counts three quarters: two of them show a change
+_MS_MIN = 1e-6  # a nanosecond: the rate that follows from less may be no number
 _SPREAD_MIN = 0.5  # standard deviation over mean of the amounts, below which their slope is noise
 
 
@@ -63,8 +64,8 @@ class LinearCost:
         self._slope: float | None = None
 
     def observe(self, n: float, ms: float) -> None:
-        """Changes state. What is not positive and finite is ignored."""
-        if not (_is_positive(n) and _is_positive(ms)):
+        """Changes state. What is not positive and finite, or too short for any clock, is ignored."""
+        if not (_is_positive(n) and _MS_MIN <= ms < math.inf):
             return
         keep = 0.5 ** (n / self._half_amount)
         self._weight = keep * self._weight + 1

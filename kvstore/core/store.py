@@ -144,16 +144,18 @@ class Store:
             return
         if died:
             self.stats.guards[Guard.SESSION] += len(session.leases) + len(session.reservations)
+        # Who says goodbye holds nothing, unless its carry-over failed half-way: then its process lives, and may write.
+        quarantine |= not died and any(lease.entry is None for lease in session.leases.values())
         slots = array("I")
         for lease_id, lease in list(session.leases.items()):
             self._end_lease(session, lease_id)
             slots += lease.private
         for reservation_id in list(session.reservations):
             slots += self._end_reservation(session, reservation_id)
-        if quarantine:
-            self._quarantine_later(slots, now_ms)
-        elif self._takeover is not None and self._takeover.strangers:
+        if self._takeover is not None and self._takeover.strangers:
             self._takeover.unclaim(slots)
+        elif quarantine:
+            self._quarantine_later(slots, now_ms)
         else:
             self.memory.let_go(slots)
         self._free_numbers.insert(0, session.number)  # the number last in line for reuse

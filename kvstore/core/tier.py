@@ -294,6 +294,7 @@ class Tier:
             assert 0 <= self._num_parked[slot_nbytes] <= self.counts(slot_nbytes)[2]
         in_tree = int(np.isin(self._state, (SEALED, ARRIVING, FAILED)).sum())
         assert in_tree == sum(self.tree.num_blocks(size) for size in self.pool.classes)
+        assert set(np.flatnonzero(self._state == FAILED).tolist()) == set(self.tree.detached_slots())
         not_free = int((self._state != FREE).sum())
         assert not_free == sum(self.pool.num_taken(size) for size in self.pool.classes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import resource
 import select
 import signal
 import sys
@@ -36,6 +37,7 @@ SWEEP_MS = 1000.0
 STRANGERS_MS = 50.0  # while next to nothing may be reused because of them
 CONFIRM_MS = 5000.0  # a new session must hold its byte by then
 SECOND_NS, YEAR_NS = 10**9, 366 * 86400 * 10**9
+DESCRIPTORS_MAX = 65536
 MESSAGES_PER_TURN_MAX, MESSAGES_MS_MAX = 256, 5.0  # then completions and deaths have their turn
 
 
@@ -108,7 +110,12 @@ class Daemon:
             if self._stop_fd in ready:
                 return
             began_ms = self._clock.now_ms()
-            self._turn(ready, began_ms)
+            is_whole = False
+            try:
+                self._turn(ready, began_ms)
+                is_whole = True
+            finally:
+                self.service.is_sound &= is_whole  # else a bug of ours: `close` makes nothing more of this state
             self.service.note_turn(self._clock.now_ms() - began_ms)
 
     def _turn(self, ready: set[int], now_ms: float) -> None:
@@ -164,18 +171,21 @@ class Daemon:
 
         def send(reply: Reply) -> None:
             if not self._listener.send(incoming.peer, encode(reply)):
-                log.info("reply dropped: peer is gone or does not read pid=%s", incoming.sender_pid())
+                self._say(incoming, "reply dropped: peer is gone or does not read")
             os.sched_yield()  # the transport's thread takes the answer away before the loop goes on
 
         self.service.dispatch(message, send, incoming.sender_pid)
 
     def _note_offence(self, incoming: Incoming, exc: RemoteProtocolError) -> None:
-        """Said at the first of a row and at the last: who floods the socket must not flood the log."""
         count = self._offenders.offends(incoming.peer)
         if count == 1:
-            log.warning("dropped a message from pid=%s: %s", incoming.sender_pid(), exc)
+            self._say(incoming, "dropped a message", f": {exc}")
         elif count == MALFORMED_MAX:
-            log.warning("pid=%s sends no messages: nothing of that connection is read any more", incoming.sender_pid())
+            self._say(incoming, "a peer sends no messages", ": nothing of that connection is read any more")
+
+    def _say(self, incoming: Incoming, what: str, more: str = "") -> None:
+        if self._offenders.may_be_told(what, self._clock.now_ms()):
+            log.warning("%s%s pid=%s", what, more, incoming.sender_pid())
 
     def _wake_again(self) -> None:
         """The listener's descriptor is edge-triggered: what is still queued would not wake the next poll."""
@@ -314,9 +324,18 @@ def _listen(address: str) -> Listener:
         raise ConfigInvalid(f"address {address!r}: {exc.strerror or exc}") from exc
 
 
+def _raise_descriptors() -> None:
+    """Each client takes two: its connection, and its process that is watched."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = DESCRIPTORS_MAX if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS_MAX)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def serve(config: Config, ready: Callable[[Daemon], None]) -> None:
     """Changes state. Run a daemon in this process until SIGTERM or SIGINT; `ready` is told once clients can connect."""
     sys.setswitchinterval(1e-4)
+    _raise_descriptors()
     daemon = Daemon(config)
     try:
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -47,9 +47,6 @@ class EmbeddedEndpoint:
         self._replies: SimpleQueue[bytes] = SimpleQueue()
         self._lock = threading.Lock()
         self._is_closing = False
-        self._is_sound = (
-            True  # false while the service is at work: who leaves it so was interrupted, or met a bug of ours
-        )
         self._wakes_ms = 0.0  # when the thread looks again though nothing woke it
         with ExitStack() as held:
             self._service = embedded_service(config, self._clock, held)
@@ -62,10 +59,9 @@ class EmbeddedEndpoint:
             if self._is_closing:
                 return
             self._require_sound()
-            message, self._is_sound = decode(frame), False
+            message = decode(frame)
             self._service.run_completions()
             self._service.dispatch(message, self._keep)
-            self._is_sound = True
             due_ms = self._service.next_deadline_ms()
             if due_ms is not None and due_ms < self._wakes_ms:
                 self._wakes_ms = due_ms
@@ -90,18 +86,16 @@ class EmbeddedEndpoint:
         while not self._is_closing:
             poll.poll(self._wait_ms())
             with self._lock:
-                if self._is_closing or not self._is_sound:
+                if self._is_closing or not self._service.is_sound:
                     return
-                self._is_sound = False
                 self._service.run_completions()
-                self._is_sound = True
 
     def _require_sound(self) -> None:
         """PeerLost where the service was left in the midst of something: its state may contradict itself.
 
         As with a daemon that has ended, all that is asked from then on is a miss.
         """
-        if not self._is_sound:
+        if not self._service.is_sound:
             raise PeerLost("the store in this process failed: see the error before this")
 
     def _wait_ms(self) -> float:

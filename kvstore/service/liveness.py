@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import struct
 import threading
 from contextlib import suppress
@@ -76,6 +77,18 @@ def _descriptor(path: Path) -> int:
 _NOT_WATCHED = {errno.ESRCH, errno.EINVAL, errno.ENOSYS, errno.EMFILE, errno.ENFILE}
 
 
+def _unless_scarce(fd: int) -> int | None:
+    """Changes state. None, and closed, where half of all descriptors are in use: the rest is for connections.
+
+    A new descriptor has the lowest number that is free.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY or fd < limit // 2:
+        return fd
+    os.close(fd)
+    return None
+
+
 class Watched:
     """A client process as the daemon sees it."""
 
@@ -84,7 +97,7 @@ class Watched:
         self.pidfd: int | None = None
         if pid is not None:
             try:
-                self.pidfd = os.pidfd_open(pid)
+                self.pidfd = _unless_scarce(os.pidfd_open(pid))
             except OSError as exc:
                 if exc.errno not in _NOT_WATCHED:
                     raise

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 
 from transports.network import PeerId
 
 MALFORMED_MAX = 16  # in a row, without one good message between
 PEERS_MAX = 1024  # remembered
+LINE_MS = 1000.0  # at most one line of a kind in that time
 
 
 class Offenders:
@@ -15,6 +17,7 @@ class Offenders:
 
     def __init__(self) -> None:
         self._counts: OrderedDict[PeerId, int] = OrderedDict()
+        self._told_ms: dict[str, float] = {}
 
     def is_dropped(self, peer: PeerId) -> bool:
         """Query. Whether its frames are not worth a look."""
@@ -32,3 +35,10 @@ class Offenders:
         """Changes state. A good message: what went before it may have been the line's fault."""
         if self._counts:
             self._counts.pop(peer, None)
+
+    def may_be_told(self, kind: str, now_ms: float) -> bool:
+        """Changes state. Whether a line in the log is due: peers, old and new, cause them as often as they like."""
+        if now_ms < self._told_ms.get(kind, -math.inf) + LINE_MS:
+            return False
+        self._told_ms[kind] = now_ms
+        return True

@@ -123,6 +123,7 @@ class Service:
             checksums=config.memory.checksums,
         )
         self.disk = disk
+        self.is_sound = True  # false while it is at work: who leaves it so was interrupted, or met a bug of ours
         self.blocks_taken_over = 0
         self._disk_moves: DiskMoves | None = None
         self._longest_turn_ms = 0.0
@@ -145,9 +146,14 @@ class Service:
         self, message: wire.Message, send: Callable[[wire.Reply], None], sender_pid: SenderPid = lambda: None
     ) -> None:
         """Changes state. A request gets exactly one reply, also when its handler raises; a notice gets none."""
-        if not isinstance(message, wire.Request):
+        self.is_sound = False
+        if isinstance(message, wire.Request):
+            self._reply(message, send, sender_pid)
+        else:
             self._notice(message)
-            return
+        self.is_sound = True
+
+    def _reply(self, message: wire.Request, send: Callable[[wire.Reply], None], sender_pid: SenderPid) -> None:
         reply: wire.Reply | None
         reply = failed = wire.Failed(message.request_id, KVStoreError.code, "the daemon failed while answering")
         self.store.on_time(self._clock.now_ms())
@@ -271,11 +277,13 @@ class Service:
 
     def run_completions(self) -> None:
         """Changes state. What the movers have finished, and what has become due."""
+        self.is_sound = False
         self.movers.run_completions()
         self.store.on_time(self._clock.now_ms())  # after them: a load that has come is not cut for being late
         if self._clock.now_ms() >= self._allocate_ms:
             self._allocate_later()
         self._follow_up()
+        self.is_sound = True
 
     def _flush(self) -> None:
         lower, until_ms = self.store.lower, self._clock.now_ms() + FLUSH_MS
@@ -302,10 +310,16 @@ class Service:
         return self._allocate_ms if due_ms is None else min(due_ms, self._allocate_ms)
 
     def close(self) -> None:
-        """Changes state. What waits to be written to the SSD still is, within FLUSH_MS. `disk` stays open."""
-        self._flush()
-        self.movers.close()
-        self.slab.close()
+        """Changes state. What waits to be written to the SSD still is, within FLUSH_MS. `disk` stays open.
+
+        Nothing is written of a state that may contradict itself.
+        """
+        try:
+            if self.is_sound:
+                self._flush()
+        finally:
+            self.movers.close()
+            self.slab.close()
 
     def status(self) -> dict[str, Any]:
         """Changes state (of the longest turn). JSON-serialisable facts for operators."""

@@ -70,11 +70,15 @@ def process_wakes(world: World) -> None:
 
 
 def lock_is_lost(world: World) -> None:
-    """A process that the daemon cannot watch closes the wrong descriptor: it is taken for dead, and goes on a while."""
-    process = _some(world, lambda each: not (each.is_dead or each.pid_visible) and each.link is not None)
-    if process is not None and world.rng.random() < 0.5 and not process.is_given_up:
+    """A process closes the wrong descriptor. One that the daemon cannot watch is taken for dead, and goes on a while;
+    one that it watches keeps what it holds, but the next daemon knows nothing of it."""
+    process = _some(world, lambda each: not (each.is_dead or each.is_given_up) and each.link is not None)
+    if process is not None and world.rng.random() < 0.5:
         world.node.locks.lose(process)
-        process.ends_ms = world.now_ms + QUARANTINE_MS
+        if process.pid_visible and world.is_known(process):
+            process.is_watched_only = True
+        else:
+            process.give_up(world.now_ms)
         world.machine.faults["lock lost"] += 1
 
 

@@ -7,25 +7,30 @@ nobody did what it guards against. A guard behind which there is another one is 
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import kvstore.core.store
 from kvstore.core.layout import HEADER_NBYTES, parse_header
 from kvstore.core.leases import Session
+from kvstore.core.loads import Loads
 from kvstore.core.lower import LowerTier
 from kvstore.core.stats import Guard
 from kvstore.core.store import Store
 from kvstore.core.takeover import Takeover
+from kvstore.core.tier import Tier
 from kvstore.core.watch import Watch
 from kvstore.media.disk import Disk
+from kvstore.service import link
+from kvstore.service.daemon import CONFIRM_MS, Daemon
 from kvstore.service.disk_moves import DiskMoves
 from kvstore.service.hit import Hit
 from kvstore.service.service import Service
@@ -39,6 +44,7 @@ STEPS_PER_WORLD = 1000
 WORLDS_MAX = 60
 NO_DAMAGE = frozenset({"disk_bit_flips", "header_bit_flips", "payload_bit_flips", "index_is_damaged"})
 WRITING = frozenset({"process_dies_writing", "seconds_pass"})
+UNLOCKING = frozenset({"lock_is_lost", "seconds_pass"})
 RESTARTING = frozenset({"daemon_is_replaced", "process_stalls", "process_wakes"})
 
 
@@ -187,6 +193,9 @@ def _reply_off() -> Any:
     return _patched(Service, "dispatch", dispatch)
 
 
+def _no(_: object) -> None: ...
+
+
 def _keys_off() -> Any:
     def without_keys(tokens: bytes, _: int, digest: bytes) -> bytes:
         return block_symbols_of(tokens, len(tokens), digest)
@@ -207,6 +216,73 @@ def _release_off() -> Any:
     return _patched(Store, "_end_lease", lambda store, session, number: session.pop_lease(number))
 
 
+def _forgetful(*kinds: str) -> Any:
+    """A client that says of nothing but these that it has ended."""
+
+    def end(session: link.Session, number: int, *ended: str) -> None:
+        session.in_use.pop(number, None)
+        session.ended_reservations += [number] * (link.RESERVATION in ended and link.RESERVATION in kinds)
+        session.ended_leases += [number] * (link.LEASE in ended and link.LEASE in kinds)
+
+    return _patched(link.Session, "end", end)
+
+
+def _carry_off() -> Any:
+    """The old session's lock goes before the new daemon knows what is held."""
+    real = link.Link._carry_over
+
+    def carry_over(own: link.Link, session: link.Session, welcome: wire.Welcome) -> None:
+        session.let_go()
+        real(own, session, welcome)
+
+    return _patched(link.Link, "_carry_over", carry_over)
+
+
+def _delete_off() -> Any:
+    return _patched(Tier, "park_again", lambda tier, slots: tier.unpark(slots))
+
+
+def _forget_off() -> Any:
+    """A load that failed is forgotten in memory alone."""
+    real, remove = Loads.loaded, Tier.remove
+
+    def loaded(loads: Loads, *args: Any) -> None:
+        def remove_there(tier: Tier, pin: Any, index: int) -> None:
+            if tier is loads._memory:
+                remove(tier, pin, index)
+
+        with _patched(Tier, "remove", remove_there):
+            real(loads, *args)
+
+    return _patched(Loads, "loaded", loaded)
+
+
+def _told_off() -> Any:
+    """Nobody looks again at who waits when a block has come."""
+    return _patched(Watch, "_num_changes", property(lambda watch: watch._changes))
+
+
+def _watching_off() -> Any:
+    """Whoever has lost his lock is dead, though his process is seen to live."""
+
+    def is_gone(daemon: Daemon, session: Session, _: Any, now_ms: float) -> bool:
+        is_new = now_ms - daemon._born_ms[session.id] <= CONFIRM_MS
+        return not (is_new or daemon._sessions_file.is_held(session.number))
+
+    return _patched(Daemon, "_is_gone", is_gone)
+
+
+def _holders_off() -> Any:
+    """What several hold is free once one of them lets it go."""
+    real = Tier.let_go
+
+    def let_go(tier: Tier, slots: Any) -> None:
+        tier._kept -= Counter({slot: tier._kept[slot] - 1 for slot in slots})
+        real(tier, slots)
+
+    return _patched(Tier, "let_go", let_go)
+
+
 MUTANTS = (
     Mutant(Guard.CHECKSUM, "no sum is compared", _checksum_off, without=frozenset()),
     Mutant(Guard.TOKENS, "a reader compares no tokens", _tokens_off, hash_bits=8),
@@ -225,6 +301,22 @@ MUTANTS = (
     Mutant("(model)", "a cache that finds nothing", lambda: _patched(Store, "find", lambda *_: 0)),
     Mutant("(model)", "a cache that gives nothing", lambda: _patched(Store, "_lease", lambda *_: None), faults=False),
     Mutant("(model)", "extra keys are left out of what a block says", _keys_off),
+    Mutant("(model)", "a lock goes before what it stands for is carried over", _carry_off, often=RESTARTING),
+    Mutant("(model)", "what several hold is free once one lets it go", _holders_off, often=RESTARTING, first_seed=26),
+    Mutant("(model)", "who has lost his lock is dead though he is watched", _watching_off, often=UNLOCKING),
+    Mutant("(model)", "a group that failed frees slots that have rows", _delete_off, "checksum"),
+    Mutant("(model)", "a block that does not load is not forgotten below", _forget_off, without=frozenset()),
+    Mutant(
+        "(model)", "blocks leave the tree and the table does not say so", lambda: _patched(Tier, "_fail_detached", _no)
+    ),
+    Mutant("(model)", "who waits is not told what has come", _told_off),
+    Mutant("(leak)", "a client does not say that a reservation has ended", partial(_forgetful, link.LEASE)),
+    Mutant("(leak)", "a client does not say that a lease has ended", partial(_forgetful, link.RESERVATION)),
+    Mutant(
+        *("(leak)", "what was a reservation before a restart is never let go"),
+        partial(_forgetful, link.LEASE, link.RESERVATION),
+        often=RESTARTING,
+    ),
     Mutant("(leak)", "the parent of an aborted reservation stays pinned", _unpin_off),
     Mutant("(leak)", "a lease that ends is not unpinned", _release_off),
 )
@@ -232,7 +324,6 @@ MUTANTS = (
 
 def hunt(index: int, seed: int = 0) -> tuple[int, Failure | None]:
     """Changes state. Worlds with a guard off until one of them fails: steps until then, and the failure."""
-    logging.disable(logging.CRITICAL)
     mutant, num_steps = MUTANTS[index], [0]
     first = seed + mutant.first_seed
 

@@ -275,6 +275,9 @@ class Node:
         daemon.movers.die()
         daemon.service.slab.close()
         self.owner.clear()
+        for process in self.everybody:
+            if process.is_watched_only:
+                process.give_up(self.machine.clock.now_ms())
         for endpoint in self.endpoints:
             endpoint.disconnect(self.machine.rng)
 

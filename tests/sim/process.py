@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvstore.core.store import QUARANTINE_MS
 from kvstore.errors import KVStoreError
 from kvstore.service.client import Cache, Client
 from kvstore.service.hit import Block, Hit
@@ -88,6 +89,7 @@ class Process:
         self.specs: list[KVSpec] = rng.sample(world.specs, rng.randint(1, len(world.specs)))
         self.is_dead = self.is_stalled = False
         self.ends_ms = float("inf")  # its session was taken for dead: it may go on until then
+        self.is_watched_only = False  # it has lost its lock: the daemon that watches it protects it, and no other
         self.endpoint = world.node.connect(self)
         self.link: SimLink | None = None
         self.task: Task | None = None
@@ -136,6 +138,10 @@ class Process:
         for filling in self.fillings:
             filling.reservation._is_over = True
         self.hits.clear()
+
+    def give_up(self, now_ms: float) -> None:
+        """Changes state. The daemon takes it for dead; by the end of the quarantine it is."""
+        self.ends_ms = min(self.ends_ms, now_ms + QUARANTINE_MS)
 
     def _choose(self) -> Callable[[], None]:
         if self._client is None:
@@ -186,6 +192,15 @@ class Process:
             self._connect()
         else:
             self._keep()
+
+    def lets_all_go(self) -> None:
+        """Changes state. It holds nothing any more, and has said so."""
+        while self.hits:
+            self.hits.pop().hit.release()
+        while self.fillings:
+            self.fillings.pop().reservation.abort()
+        self.views.clear()
+        self.come_back()
 
     def read(self, text: Text) -> int:
         """Changes state. The tokens that a hit gives, every byte compared."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 from collections import Counter
@@ -90,7 +89,6 @@ def plan_of(seed: int) -> Plan:
 
 def tally_of(plan: Plan, num_steps: int) -> Tally:
     """Changes state. One world."""
-    logging.disable(logging.CRITICAL)
     tally = Tally([plan.seed])
 
     def use(world: World) -> None:

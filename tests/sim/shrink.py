@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from typing import NamedTuple
 
 from kvstore.errors import KVStoreError
@@ -29,16 +31,27 @@ class Failure(NamedTuple):
 
 def run_world(plan: Plan, num_steps: int, use: Callable[[World], None] = lambda _: None) -> Failure | None:
     """Changes state. A world from its beginning to its healing; `use` sees it before it goes."""
-    world = World(plan)
-    try:
-        world.run(num_steps, HAPPENINGS)
-    except FAILURES as exc:
-        return Failure(plan, _said(exc), world.num_steps, tuple(world.turns))
-    finally:
-        use(world)
-        world.close()
-        collect()
+    with _opened(plan) as world:
+        try:
+            world.run(num_steps, HAPPENINGS)
+        except FAILURES as exc:
+            return Failure(plan, _said(exc), world.num_steps, tuple(world.turns))
+        finally:
+            use(world)
     return None
+
+
+@contextmanager
+def _opened(plan: Plan) -> Iterator[World]:
+    """A world that logs nothing, and leaves nothing behind, however it ends."""
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with closing(World(plan)) as world:
+            yield world
+    finally:
+        collect()
+        logging.disable(level)
 
 
 def shrink(failure: Failure, seconds: float) -> Failure:
@@ -58,15 +71,12 @@ def shrink(failure: Failure, seconds: float) -> Failure:
 
 
 def _fails_alike(failure: Failure, turns: list[Turn]) -> bool:
-    world = World(failure.plan)
-    try:
-        for turn in turns:
-            world.take(turn, HAPPENINGS)
-    except FAILURES as exc:
-        return _kind(_said(exc)) == _kind(failure.what)
-    finally:
-        world.close()
-        collect()
+    with _opened(failure.plan) as world:
+        try:
+            for turn in turns:
+                world.take(turn, HAPPENINGS)
+        except FAILURES as exc:
+            return _kind(_said(exc)) == _kind(failure.what)
     return False
 
 

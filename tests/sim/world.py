@@ -6,8 +6,8 @@ import gc
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from kvstore.service.daemon import CONFIRM_MS
 from kvstore.service.prompt import Prompt
 from kvstore.spec import KVSpec
 from radix import common_tokens
+from radix.check import _check_children
 from tests.sim.machine import Machine
 from tests.sim.node import Node, config_for
 from tests.sim.process import Process
@@ -39,6 +40,15 @@ CHECK_ALL_STEPS = 16
 # A rebuilt index names blocks whose header is whole; what of the payload was not synced, the sum must find.
 DAMAGE = ("bit flipped on disk", "bit flipped in a header", "bit flipped in a payload", "index damaged")
 FIRST_PID = 1_000_000
+PIECES = {
+    "core.writes.GROUP_NBYTES": 24 << 10,
+    "core.writes.DELETES_MAX": 3,
+    "core.tier.EVICTIONS_PER_TURN_MAX": 2,
+    "service.link.CARRY_NBYTES": 16,
+    "service.link.LEASES_PER_NOTICE": 2,
+    "service.hit.SUMMED_NBYTES": 1000,
+    "media.rebuild.SLOTS_PER_COMMIT": 2,
+}
 
 
 class Turn(NamedTuple):
@@ -98,12 +108,19 @@ class World:
         folder = Path(tempfile.mkdtemp(prefix="sim-kvstore-", dir="/dev/shm"))
         self._exits.callback(shutil.rmtree, folder)
         self.node = self._make_node(rng, folder)
-        self._exits.enter_context(self.node.installed())
-        if plan.hash_bits < 128:
-            self._exits.enter_context(_short_hashes(plan.hash_bits))
         self.flips_headers = rng.random() < 0.4
-        if self.flips_headers:  # the order of siblings is by what their headers say: see radix.PrefixTree
-            self._exits.enter_context(mock.patch("radix.check._check_children"))
+        with ExitStack() as undo:
+            undo.callback(self._exits.close)  # what is patched must not outlive a world that never was
+            self._begin(rng)
+            undo.pop_all()
+
+    def _begin(self, rng: Random) -> None:
+        self._exits.enter_context(self.node.installed())
+        if self.plan.hash_bits < 128:
+            self._exits.enter_context(_short_hashes(self.plan.hash_bits))
+        self._exits.enter_context(mock.patch("radix.check._check_children", self._check_children))
+        if Random(self.plan.seed).random() < 0.5:
+            self._exits.enter_context(_small_pieces())
         self.node.start()
         for _ in range(rng.randint(2, 4)):
             self.new_process()
@@ -121,12 +138,12 @@ class World:
 
     def close(self) -> None:
         """Changes state."""
-        for process in self.node.everybody:
-            process.die()
-        if self.node.daemon is not None:
-            self.node.kill()
-        self.node.lose_memory()
-        self._exits.close()
+        with self._exits:
+            for process in self.node.everybody:
+                process.die()
+            if self.node.daemon is not None:
+                self.node.kill()
+            self.node.lose_memory()
 
     # Running
 
@@ -246,12 +263,30 @@ class World:
             assert owner in self.node.everybody, "a session of nobody"
             held = owner.holds_in(session.id)
             assert held <= session.leases.keys() | session.reservations.keys(), "somebody's lease was ended by another"
+        known = {session.id for session in self.service.store.sessions}
+        for process in filter(self.is_known, self.node.everybody):
+            number = process.link.session.id
+            assert number in known or not process.holds_in(number), "somebody's session was ended by another"
+
+    def is_known(self, process: Process) -> bool:
+        """Query. Whether it has said hello to this daemon, and what it holds."""
+        link, daemon = process.link, self.node.daemon
+        return link is not None and daemon is not None and link.session.welcome.epoch == daemon.service.epoch
 
     def _check_answers(self) -> None:
-        """HNG: who waits is told at the time given at the latest, once the loop has looked at the clock."""
-        waits = self.service.store.watch._waits
-        seen_ms = self.service.store.now_ms
-        assert all(wait.until_ms > seen_ms for wait in waits.values()), "a wait was not answered in time"
+        """HNG: who waits is told at the time given at the latest, once the loop has looked at the clock; and at once
+        where there is something to tell."""
+        watch, seen_ms = self.service.store.watch, self.service.store.now_ms
+        waits = watch._waits.values()
+        assert all(wait.until_ms > seen_ms for wait in waits), "a wait was not answered in time"
+        assert all(watch._told(wait, float("-inf")) is None for wait in waits), "a wait that has its answer goes on"
+
+    def _check_children(self, tree: Any, node: Any) -> None:
+        """The order of siblings is by what their headers and rows say (see radix.PrefixTree): not where a header may
+        be damaged, nor while rows cannot be read."""
+        whole = self.node.daemon is None or len(list(self.working_paths())) == len(self.node.folders)
+        if whole and not self.flips_headers:
+            _check_children(tree, node)
 
     def _check_sealed(self) -> None:
         """COR: what has a name in memory has that block's bytes."""
@@ -266,7 +301,8 @@ class World:
             self._check_bytes(header, slab.payload(slab.offset(slot, self._class_of(slot)), header.payload_nbytes))
 
     def _check_bytes(self, header: Any, payload: Bytes) -> None:
-        if header.identity.block_hash in self.damaged:
+        is_summed = {rect.sum for rect in header.rects} == {xxhash.xxh3_64_intdigest(payload.data)}
+        if header.identity.block_hash in self.damaged and not is_summed:
             return
         named = self.named.get(header.identity.block_hash)
         assert named is not None, "a block that nobody has made"
@@ -275,7 +311,7 @@ class World:
         num_tokens = min(text.num_tokens - start, len(header.identity.tokens) // 4)
         rows = payload.reshape(len(text.kv), -1, text.kv.shape[2])
         assert (rows[:, :num_tokens] == text.expected(start, num_tokens)).all(), "sealed with another block's bytes"
-        assert all(rect.sum == xxhash.xxh3_64_intdigest(payload.data) for rect in header.rects), "a wrong sum"
+        assert is_summed or not header.rects, "a wrong sum"
 
     def _check_guards(self) -> None:
         """COR: a guard whose own fault was not injected has nothing to do, or one before it has failed."""
@@ -290,9 +326,15 @@ class World:
         lower = self.service.store.lower
         if lower is None:
             return
+        rows, states = self._rows, lower.tier._state
+        assert set(np.flatnonzero(states == SEALED).tolist()) <= rows, "offered before it is durable"
+        assert not (states[sorted(rows)] == FREE).any(), "free to be written to while a row names what was there"
+
+    @property
+    def _rows(self) -> set[int]:
+        """Slots of the tier below that have a row which counts."""
         rows = {slot for number in self.working_paths() for slot in self.node.folders[number].rows.rows}
-        sealed = set(np.flatnonzero(lower.tier._state == SEALED).tolist())
-        assert sealed <= rows, "offered before it is durable"
+        return rows - {slot for number in self.working_paths() for slot in self.service.disk._working[number].stale}
 
     def working_paths(self) -> Iterable[int]:
         """Query."""
@@ -458,6 +500,17 @@ class World:
                 process.die()
                 continue
             self._until_served(process)
+            self._holds_nothing(process)
+
+    def _holds_nothing(self, process: Process) -> None:
+        """LEK: of a process that lives and has let all go the daemon holds nothing either."""
+        process.begin(Random(0), process.lets_all_go)
+        self._until_served(process)
+        while process.endpoint.outgoing:
+            self.daemon_serves()
+        owner = self.node.owner
+        held = [each for each in self.service.store.sessions if owner[each.id] is process and each.holds_anything]
+        assert not held, "what was let go is held"
 
     def _until_served(self, process: Process) -> None:
         """Changes state. Everything goes on until this process has ended what it is at, and is connected."""
@@ -521,9 +574,7 @@ class World:
         assert not lower.loads.arriving_from
         assert not lower.writes.writing_from
         used = set(np.flatnonzero(lower.tier._state).tolist())
-        rows = {slot for number in self.working_paths() for slot in self.node.folders[number].rows.rows}
-        stale = {slot * 1 for number in self.working_paths() for slot in self.service.disk._working[number].stale}
-        assert used == rows - stale, "usage is what the disk says"
+        assert used == self._rows, "usage is what the disk says"
 
     def _finds_what_is_cached(self) -> None:
         """Not only unharmed: found, and given. What lies in slab and files says what must be hit."""
@@ -553,18 +604,20 @@ class World:
         return found
 
     def _reads(self, reader: Process, text: Text) -> None:
-        while not self._is_at_rest:  # what waits to be written is not evicted to make room
-            self._all_goes_on()
-        room = self.service.store._session_nbytes_max // text.spec.slot_nbytes * text.spec.block_tokens
-        wanted = self._found(text)
-        fired = self.service.store.stats.guards[Guard.CHECKSUM]
-        verified = self._result_of(reader, partial(reader.read, text))
-        while reader.endpoint.outgoing:  # what it found damaged
-            self.daemon_serves()
-        is_damaged = self.service.store.stats.guards[Guard.CHECKSUM] > fired
-        if room >= wanted and not (is_damaged or self.flips_headers):
-            assert verified == wanted, f"given {verified} of {wanted} tokens that lie there"
-        self.seen["read after all"] += verified > 0
+        guards, room_nbytes = self.service.store.stats.guards, self.service.store._session_nbytes_max
+        room = room_nbytes // text.spec.slot_nbytes * text.spec.block_tokens
+        for _ in range(2 * text.num_blocks + 1):  # each block may be damaged in both tiers
+            while not self._is_at_rest:  # what waits to be written is not evicted to make room
+                self._all_goes_on()
+            wanted, fired = self._found(text), guards[Guard.CHECKSUM]
+            verified = self._result_of(reader, partial(reader.read, text))
+            while reader.endpoint.outgoing:  # what it found damaged
+                self.daemon_serves()
+            self.seen["read after all"] += verified > 0
+            if verified == wanted or room < wanted:
+                return
+            assert guards[Guard.CHECKSUM] > fired, f"given {verified} of {wanted} tokens that lie there"
+        raise AssertionError("what was found damaged is offered again")
 
     def _result_of(self, process: Process, call: Callable[[], int]) -> int:
         results: list[int] = []
@@ -667,6 +720,15 @@ def _short_hashes(bits: int) -> Any:
 
     digests = {kind: short(digest) for kind, digest in radix.hashing._DIGESTS.items()}
     return mock.patch.dict(radix.hashing._DIGESTS, digests)
+
+
+@contextmanager
+def _small_pieces() -> Iterator[None]:
+    """What is done in pieces because it may be much is so for little, too."""
+    with ExitStack() as stack:
+        for name, much in PIECES.items():
+            stack.enter_context(mock.patch(f"kvstore.{name}", much))
+        yield
 
 
 def collect() -> None:
