@@ -318,6 +318,23 @@ def test_a_damaged_payload_costs_memory_only(node: Node, reason: str, left: int)
     assert node.store.stats.discards == {reason: 1}
 
 
+def test_a_header_damaged_in_memory_does_not_hide_the_copy_below(node: Node) -> None:
+    """COR: nor for a prompt that shares a block's first tokens only, which headers are compared for: its reader is given
+    the damaged block, says so, and has the good one the next time. (Found by the simulation.)"""
+    node.put(ids(1, 1))
+    node.run()
+    (slot,) = node.slab.slots_in(SEALED)
+    node.slab.bytes[node.slab.offset(slot) + 20] ^= 1
+    prompt = (*ids(1, 1)[:3], 99)
+    lease, got = node.acquire(prompt)
+    assert (got.num_tokens, array("I", got.slots).tolist()) == (3, [slot])
+    node.store.discard(node.session, lease, 0, "header")
+    node.store.release(node.session, [lease])
+    node.store.check()
+    assert node.counts() == (0, 1)
+    assert node.read(prompt) == 3
+
+
 def test_restart_finds_what_was_committed_and_nothing_else(node: Node) -> None:
     """RST, L#562."""
     for first in range(6):

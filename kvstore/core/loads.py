@@ -91,6 +91,9 @@ class Loads:
         pin, hashes, slots = self._pin_readable(entry, match, blocks_max)
         num_blocks, short = len(slots), bool(slots) and pin.node.short
         start = self._memory.match(entry.root, hashes).num_blocks
+        if 0 < num_blocks <= start:  # memory has them by name, and found less there: its reader will see the damage
+            self._disk.unpin(pin)
+            return Promoted(hashes, num_blocks)
         wanted = num_blocks - start
         if background:
             wanted = min(wanted, self._background_room(entry.spec.slot_nbytes))
