@@ -33,9 +33,9 @@ lint: $(INSTALLED) ## ruff and mypy --strict
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-fuzz: $(INSTALLED) ## the wire by coverage, SECONDS=60 for each target, and the property tests with fresh examples
-	$(PY) -m tests.fuzz_wire --seconds $(SECONDS)
-	$(PY) -m pytest -m hypothesis --hypothesis-profile=fresh --timeout=1800
+fuzz: $(INSTALLED) ## the wire by coverage, SECONDS=60 a target, and property tests, fresh examples; fails too if one had no wheel
+	@$(PY) -m tests.fuzz_wire --seconds $(SECONDS); found=$$?; \
+	$(PY) -m pytest -m hypothesis --hypothesis-profile=fresh --timeout=1800 && exit $$found
 
 bench: setup ## the benchmarks, one JSON line each; stops at the first that misses a bar (BENCHMARKS="a b" chooses)
 	@for name in $(BENCHMARKS); do echo "benchmarks.$$name"; $(PY) -m benchmarks.$$name --json || exit 1; done

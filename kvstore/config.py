@@ -44,7 +44,9 @@ class MemoryConfig(Struct, frozen=True, forbid_unknown_fields=True):
     memory back at once, and every restart begins cold."""
 
     def __post_init__(self) -> None:
-        """ConfigInvalid where there would be nothing to verify."""
+        """ConfigInvalid where there would be nothing to verify, and where clients could not be told the folder."""
+        if self.path and not self.path.isprintable():
+            raise ConfigInvalid(f"config: memory.path={self.path!r} is no printable text")
         if self.verify and not self.checksums:
             raise ConfigInvalid("config: memory.verify=true needs memory.checksums=true: there is nothing to compare")
 

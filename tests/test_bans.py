@@ -12,7 +12,7 @@ from tests.sources import LEVELS, ROOT, imports, parse, source_files
 
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "jsonpickle", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
-UNSAFE_ATTRIBUTES = {"send_pyobj", "recv_pyobj"}  # pyzmq's: pickle by another name
+UNSAFE_ATTRIBUTES = {"send_pyobj", "recv_pyobj", "unsafe_load", "full_load"}  # pickle by another name: pyzmq's, YAML's
 BROAD = {"Exception", "BaseException"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}
 CLI = "kvstore/cli.py"
@@ -34,6 +34,12 @@ def unsafe_code(file: str, tree: ast.Module) -> Faults:
                 yield node.lineno, f"calls {called}"
             case ast.Attribute(attr=attribute) if attribute in UNSAFE_ATTRIBUTES:
                 yield node.lineno, f"uses {attribute}"
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="yaml"), attr="load" | "load_all")):
+                yield node.lineno, "loads YAML that may name any class"
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="load"), keywords=given) if not any(
+                each.arg == "weights_only" for each in given
+            ):
+                yield node.lineno, "loads weights by pickle, with a torch before 2.6"
             case ast.keyword(arg="allow_pickle", value=ast.Constant(value=False)):
                 pass
             case ast.keyword(arg="allow_pickle"):
@@ -117,7 +123,10 @@ def test_asserts_are_never_stripped() -> None:
         "np.load(path, allow_pickle=True)",
         "np.load(path, allow_pickle=flag)",
         "torch.load(path, weights_only=False)",
+        "torch.load(path)",
         "socket.recv_pyobj()",
+        "yaml.load(text)",
+        "yaml.unsafe_load(text)",
         "try: f()\nexcept: pass",
         "try: f()\nexcept Exception: pass",
         "try: f()\nexcept builtins.BaseException as exc: raise",
@@ -144,6 +153,7 @@ def test_the_bans_see(source: str) -> None:
         ("kvstore/core/store.py", "pattern = re.compile('x')"),
         ("kvstore/core/store.py", "np.load(path, allow_pickle=False)"),
         ("connectors/transformers.py", "model.eval()"),
+        ("connectors/transformers.py", "torch.load(path, weights_only=True)"),
         ("kvstore/cli.py", "import os\nprint(os.environ)"),
         ("benchmarks/demo.py", "print('x')"),
     ],

@@ -17,8 +17,6 @@ import numpy as np
 import psutil
 import pytest
 import zmq
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import kvstore
 from kvstore import Cache, Client, KVSpec
@@ -40,7 +38,7 @@ from tests.daemons import (
     store,
     wait_until,
 )
-from tests.wire_harness import STEPS_MAX, FromBytes, misbehave, settle, small_service
+from tests.wire_harness import small_service
 from transports import messages as wire
 
 NOTHING = (0, 0, 0)
@@ -270,21 +268,6 @@ def test_another_protocol_version_is_one_clear_refusal(daemon: Daemon) -> None:
 def service() -> Iterator[Service]:
     with ExitStack() as held:
         yield small_service(held)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_messages_that_make_no_sense_are_answered_and_break_nothing(service: Service, seed: int) -> None:
-    """SEC, HNG, LEK: each request gets one reply; every invariant holds; an honest block is still there."""
-    misbehave(service, random.Random(seed), STEPS_MAX)
-    wait_until(lambda: settle(service))
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
-@given(data=st.binary(max_size=2000))
-def test_whatever_is_chosen_breaks_nothing(service: Service, data: bytes) -> None:
-    """SEC, HNG, LEK: the same, for bytes that something else chooses: `make fuzz` lets coverage do so."""
-    misbehave(service, FromBytes(data), STEPS_MAX)
-    wait_until(lambda: settle(service))
 
 
 def test_a_status_is_one_message_however_many_specs(service: Service) -> None:

@@ -13,6 +13,7 @@ from tests.sources import LEVELS, imports, parse, source_files
 THIRD_PARTY = [
     ("radix/*", {"numpy", "xxhash"}),
     ("transports/*", {"msgspec"}),
+    ("transports/messages.py", {"xxhash"}),
     ("transports/zeromq.py", {"zmq"}),
     ("kvstore/*", {"numpy", "xxhash", "msgspec"}),
     ("kvstore/media/*", {"lmdb"}),

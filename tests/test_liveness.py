@@ -2,12 +2,14 @@
 belong to a process, so a second process is needed to see them."""
 
 import os
+import resource
 import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -203,3 +205,16 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
 assert Watched(os.getpid()).pidfd is None
 """
     subprocess.run([sys.executable, "-c", body], cwd=ROOT, check=True)
+
+
+def test_where_descriptors_are_scarce_a_process_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SEC, RST: libzmq aborts a process that has none left for a connection."""
+    number = os.dup(0)
+    os.close(number)
+    with closing(Watched(os.getpid())) as watched:
+        assert watched.pidfd == number
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2 * number, 2 * number))
+    with closing(Watched(os.getpid())) as watched:
+        assert watched.pidfd is None
+    assert os.dup(0) == number, "it was closed again"
+    os.close(number)

@@ -2,21 +2,31 @@
 
 import os
 import signal
+import socket
 import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import zmq
 
 from tests.daemons import wait_until
+from transports import zeromq
 from transports.errors import AddressInUse, AddressInvalid, PeerLost
 from transports.messages import MESSAGE_NBYTES_MAX
 from transports.network import Incoming
-from transports.zeromq import IPC_PATH_NBYTES_MAX, QUEUE_MESSAGES_MAX, ZmqEndpoint, ZmqListener, ipc_path
+from transports.zeromq import (
+    IPC_PATH_NBYTES_MAX,
+    QUEUE_MESSAGES_MAX,
+    RECEIVE_MESSAGES_MAX,
+    ZmqEndpoint,
+    ZmqListener,
+    ipc_path,
+)
 
 
 @pytest.fixture
@@ -70,6 +80,15 @@ def test_the_longest_path_works_and_a_longer_one_is_refused(folder: Path) -> Non
         send(endpoint, b"question")
     with pytest.raises(AddressInvalid, match="at most 107 bytes"):
         ipc_path(f"ipc://{longest}x")
+
+
+@pytest.mark.parametrize("odd", ["\udcff", "\0", "\n"])
+def test_a_path_that_is_no_text_is_refused(folder: Path, odd: str) -> None:
+    """CFG: a name of a file that is no UTF-8 would break the first frame that tells it."""
+    for kind in (ZmqListener, ZmqEndpoint):
+        with pytest.raises(AddressInvalid, match="printable text"):
+            kind(f"ipc://{folder}/{odd}")
+    assert not list(folder.iterdir())
 
 
 def test_frames_go_both_ways_and_name_the_sender(folder: Path) -> None:
@@ -166,16 +185,88 @@ def test_nobody_connected_is_told_at_once(folder: Path) -> None:
         assert time.monotonic() - began < 0.1
 
 
-def test_frames_of_another_shape_are_not_delivered(folder: Path) -> None:
-    """SEC."""
+def test_messages_of_another_shape_come_as_empty_frames(folder: Path) -> None:
+    """SEC, HNG: one for each part, so that whoever counts or stops to do something else can, also amid them."""
     address = f"ipc://{folder}/s"
     with closing(ZmqListener(address)) as listener, closing(dealer(address)) as rude:
         rude.send_multipart([b"two", b"parts"])
         rude.send_multipart([b"", b"delimiter"])
         rude.send_multipart([b"x"] * 1000)
         rude.send(b"one")
-        assert receive(listener).frame == b"one"
+        arrived = [receive(listener) for _ in range(1005)]
+        assert [each.frame for each in arrived] == [b""] * 1004 + [b"one"]
+        assert len({each.peer for each in arrived}) == 1
+        assert arrived[0].sender_pid() == os.getpid()
         assert listener.receive() is None
+
+
+def test_what_a_peer_has_sent_and_nobody_read_is_bounded(folder: Path) -> None:
+    """SEC, LEK: a frame may be large, so there are few of them."""
+    address = f"ipc://{folder}/s"
+    with closing(ZmqListener(address)) as listener, closing(dealer(address)) as rude:
+        rude.set(zmq.SNDTIMEO, 100)
+        rude.set(zmq.SNDHWM, 1)
+        rude.send(b"first")
+        assert receive(listener).frame == b"first"
+        before = psutil.Process().memory_info().rss
+        frame, sent = bytes(MESSAGE_NBYTES_MAX // 8), 0
+        with suppress(zmq.Again):
+            while sent < 20 * RECEIVE_MESSAGES_MAX:
+                rude.send(frame, copy=False)
+                sent += 1
+        assert sent < 3 * RECEIVE_MESSAGES_MAX
+        assert psutil.Process().memory_info().rss - before < 3 * RECEIVE_MESSAGES_MAX * len(frame)
+        assert all(len(receive(listener).frame) == len(frame) for _ in range(sent))
+
+
+def test_every_socket_bounds_what_it_reads(folder: Path) -> None:
+    """SEC: on both sides; libzmq's own answer is no bound."""
+    address = f"ipc://{folder}/s"
+    with closing(ZmqListener(address)) as listener, closing(ZmqEndpoint(address)) as endpoint:
+        for one in (listener._socket, endpoint._socket):
+            assert one.get(zmq.MAXMSGSIZE) == MESSAGE_NBYTES_MAX
+            assert 0 < int(one.get(zmq.RCVHWM)) <= QUEUE_MESSAGES_MAX
+            assert 0 < int(one.get(zmq.SNDHWM)) <= QUEUE_MESSAGES_MAX
+
+
+def test_an_answer_above_the_bound_costs_a_client_no_memory(folder: Path) -> None:
+    """SEC: whoever listens there may be no daemon of ours. libzmq gives such an address up for good."""
+    address = f"ipc://{folder}/s"
+    context = zmq.Context()
+    try:
+        router = context.socket(zmq.ROUTER)
+        router.set(zmq.LINGER, 0)
+        router.bind(address)
+        with closing(ZmqEndpoint(address)) as endpoint:
+            send(endpoint, b"question")
+            peer, _ = router.recv_multipart()
+            answer, before = bytes(MESSAGE_NBYTES_MAX + 1), psutil.Process().memory_info().rss
+            router.send_multipart([peer, answer], copy=False)
+            wait_until(lambda: not sends(endpoint, b"more"))
+            assert endpoint.receive(0) is None
+            assert psutil.Process().memory_info().rss - before < MESSAGE_NBYTES_MAX // 2
+    finally:
+        context.destroy(linger=0)
+
+
+def test_more_connections_than_descriptors_are_closed_and_clients_come_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SEC, RST: libzmq would abort the process."""
+    address, used = f"ipc://{folder}/s", os.dup(0)
+    os.close(used)
+    monkeypatch.setattr(zeromq, "_descriptors_max", lambda: 2 * (used + 50))
+    with ExitStack() as held:
+        listener = held.enter_context(closing(ZmqListener(address)))
+        client = held.enter_context(closing(ZmqEndpoint(address)))
+        for _ in range(3):
+            with ExitStack() as flood, suppress(ConnectionError, FileNotFoundError):
+                while True:
+                    raw = flood.enter_context(socket.socket(socket.AF_UNIX))
+                    raw.connect(str(folder / "s"))  # blocks where the backlog is full; a timeout would be EAGAIN
+                    listener.receive()
+            wait_until(lambda: sends(client, b"question") is not None and listener.receive())
+    assert [record.getMessage()[-3:] for record in caplog.records if "descriptors" in record.message] == ["n=1", "n=2"]
 
 
 def test_a_frame_above_the_bound_costs_its_sender_the_connection(folder: Path) -> None:

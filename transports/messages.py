@@ -309,6 +309,7 @@ AnyNotice = Release | Abort | Discard | Prefetch | Report | Goodbye
 AnyReply = Welcome | Attached | Found | Acquired | Loaded | Reserved | Committed | Done | State | Failed
 AnyMessage = AnyRequest | AnyNotice | AnyReply
 
+
 def _digest(body: bytes | memoryview) -> bytes:
     return xxhash.xxh3_64_intdigest(body).to_bytes(DIGEST_NBYTES, "little")
 

@@ -7,10 +7,13 @@ PeerId = bytes
 
 
 class Incoming(NamedTuple):
-    """One frame from a peer. `sender_pid()` is the sender's process where the transport can vouch for it, else None."""
+    """One frame from a peer, empty where it sent something else.
+
+    `sender_pid()` is the sender's process where the transport can vouch for it, else None.
+    """
 
     peer: PeerId
-    frame: bytes
+    frame: bytes | memoryview
     sender_pid: Callable[[], int | None]
 
 
@@ -24,7 +27,7 @@ class Listener(Protocol):
     def receive(self) -> Incoming | None:
         """Changes state. The next frame, or None when there is none right now. Never blocks."""
 
-    def send(self, peer: PeerId, frame: bytes) -> bool:
+    def send(self, peer: PeerId, frame: bytes | memoryview) -> bool:
         """Changes state. Queue a frame; False when the peer is gone or its queue is full (the frame is dropped)."""
 
     def close(self) -> None: ...
