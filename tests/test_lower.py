@@ -319,7 +319,7 @@ def test_a_damaged_payload_costs_memory_only(node: Node, reason: str, left: int)
 
 
 def test_a_header_damaged_in_memory_does_not_hide_the_copy_below(node: Node) -> None:
-    """COR: nor for a prompt that shares a block's first tokens only, for which headers are compared: its reader gets the
+    """COR: nor for a prompt that shares a block's first tokens only, where headers are compared. Its reader gets the
     damaged block, says so, and has the good one the next time. (Found by the simulation.)"""
     node.put(ids(1, 1))
     node.run()
