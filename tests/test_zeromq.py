@@ -230,7 +230,7 @@ def test_every_socket_bounds_what_it_reads(folder: Path) -> None:
 
 
 def test_an_answer_above_the_bound_costs_a_client_no_memory(folder: Path) -> None:
-    """SEC: whoever listens there may be no daemon of ours. libzmq gives such an address up for good."""
+    """SEC, RST: whoever listens there may be no daemon of ours. libzmq gives such an address up for good; we do not."""
     address = f"ipc://{folder}/s"
     context = zmq.Context()
     try:
@@ -245,6 +245,8 @@ def test_an_answer_above_the_bound_costs_a_client_no_memory(folder: Path) -> Non
             wait_until(lambda: not sends(endpoint, b"more"))
             assert endpoint.receive(0) is None
             assert psutil.Process().memory_info().rss - before < MESSAGE_NBYTES_MAX // 2
+            send(endpoint, b"again")
+            assert router.recv_multipart()[-1] in (b"more", b"again")
     finally:
         context.destroy(linger=0)
 
@@ -266,7 +268,8 @@ def test_more_connections_than_descriptors_are_closed_and_clients_come_again(
                     raw.connect(str(folder / "s"))  # blocks where the backlog is full; a timeout would be EAGAIN
                     listener.receive()
             wait_until(lambda: sends(client, b"question") is not None and listener.receive())
-    assert [record.getMessage()[-3:] for record in caplog.records if "descriptors" in record.message] == ["n=1", "n=2"]
+    said = [record.getMessage()[-3:] for record in caplog.records if "descriptors" in record.message]
+    assert said in (["n=1", "n=2"], ["n=1", "n=2", "n=4"]), "not each time"
 
 
 def test_a_frame_above_the_bound_costs_its_sender_the_connection(folder: Path) -> None:

@@ -16,6 +16,7 @@ import resource
 import select
 import stat
 import struct
+import time
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +32,7 @@ RECEIVE_MESSAGES_MAX = 16  # of a listener, from one peer: each may have MESSAGE
 SEND_MESSAGES_MAX = 256  # of a listener, to one peer who reads slowly
 HANDSHAKE_MS = 5000
 FULL_SHARE, ROOM_SHARE = 3 / 4, 5 / 8  # of the descriptors a process may have; watched processes take up to a half
+RENEW_S = 2.0  # a client whom libzmq does not connect for so long begins anew
 GOODBYE_MS = 100  # a closed endpoint waits so long for its last frames to leave
 IPC_PATH_NBYTES_MAX = 107  # sun_path of a Unix socket, without its terminating zero
 
@@ -211,24 +213,41 @@ class ZmqEndpoint:
 
     def __init__(self, address: str) -> None:
         ipc_path(address)
+        self._address = address
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.IMMEDIATE, 1)
-        self._socket.set(zmq.MAXMSGSIZE, MESSAGE_NBYTES_MAX)
-        self._socket.set(zmq.SNDHWM, QUEUE_MESSAGES_MAX)
-        self._socket.set(zmq.RCVHWM, QUEUE_MESSAGES_MAX)
-        self._socket.set(zmq.RECONNECT_IVL, 20)
-        self._socket.set(zmq.RECONNECT_IVL_MAX, 250)
+        self._socket = self._connected()
+        self._lost_s: float | None = None  # since when nobody is there
+
+    def _connected(self) -> "zmq.Socket[bytes]":
+        socket = self._context.socket(zmq.DEALER)
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.IMMEDIATE, 1)
+        socket.set(zmq.MAXMSGSIZE, MESSAGE_NBYTES_MAX)
+        socket.set(zmq.SNDHWM, QUEUE_MESSAGES_MAX)
+        socket.set(zmq.RCVHWM, QUEUE_MESSAGES_MAX)
+        socket.set(zmq.RECONNECT_IVL, 20)
+        socket.set(zmq.RECONNECT_IVL_MAX, 250)
         self._timeout_ms = 0
-        self._socket.set(zmq.RCVTIMEO, self._timeout_ms)
-        self._socket.connect(address)
+        socket.set(zmq.RCVTIMEO, self._timeout_ms)
+        socket.connect(self._address)
+        return socket
 
     def send(self, frame: bytes) -> None:
         try:
             self._socket.send(frame, zmq.NOBLOCK)
         except zmq.Again as exc:
+            self._mind_the_loss()
             raise PeerLost("nobody is connected, or the queue is full") from exc
+        self._lost_s = None
+
+    def _mind_the_loss(self) -> None:
+        """libzmq comes again by itself, but not where it was sent what is no ZMTP: then only a new socket does."""
+        now_s = time.monotonic()
+        if self._lost_s is None:
+            self._lost_s = now_s
+        elif now_s - self._lost_s > RENEW_S:
+            self._socket.close(linger=0)
+            self._socket, self._lost_s = self._connected(), None
 
     def receive(self, timeout_ms: float) -> bytes | None:
         wanted_ms = math.ceil(timeout_ms)
