@@ -287,7 +287,7 @@ class Noisy:
 FLIPS = 100
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(1))
 def test_bits_that_flip_on_the_wire_are_misses(own_daemon: Daemon, seed: int) -> None:
     """COR, SEC: a frame that is not what was sent is as good as lost; who is not on that line is served."""
     rng, total = random.Random(seed), 0

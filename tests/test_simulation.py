@@ -12,7 +12,7 @@ from tests.sim.report import STEPS_PER_WORLD, Tally, explain, plan_of, tally_of
 from tests.sim.shrink import Failure, run_world, shrink
 from tests.sim.world import Plan, World
 
-FIXED = range(20)
+FIXED = range(12)
 NUM_FRESH = 4
 
 
@@ -63,7 +63,7 @@ def test_a_failure_is_shrunk_and_says_where_it_was(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(World, "_check_room", lambda world: _no_crash(world))
     failure = run_world(Plan(3), STEPS_PER_WORLD)
     assert failure is not None
-    short = shrink(failure, 4.0)
+    short = shrink(failure, 2.0)
     assert "process_dies" in [turn.name for turn in short.turns]
     assert len(short.turns) < len(failure.turns) / 4
     assert "nobody may die" in explain(short)
