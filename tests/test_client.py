@@ -524,7 +524,7 @@ def test_connections_that_end_leave_no_trace(daemon: Daemon) -> None:
                 cache = client.attach(SPEC)
                 store(cache, chat(number, 16))
                 read(cache, chat(number, 16))
-        wait_until(lambda: threading.active_count() == threads)
+        wait_until(lambda: threading.active_count() <= threads)
         wait_until(lambda: len(served.open_files()) + served.num_fds() <= idle)
         maps = Path("/proc/self/maps").read_text().count(str(daemon.memory_path))
         return num_fds(), maps, threading.active_count(), served.num_fds()
@@ -532,8 +532,9 @@ def test_connections_that_end_leave_no_trace(daemon: Daemon) -> None:
     served = psutil.Process(daemon.process.pid)
     threads, idle = threading.active_count(), len(served.open_files()) + served.num_fds()
     before, after = connections(2), connections(20)
-    assert after[:3] == before[:3]
-    assert after[3] <= before[3]  # a session of the test before this one may have gone since
+    assert after[:2] == before[:2]
+    assert after[2] <= before[2]  # a keeper, and a session, of the test before this one may have gone since
+    assert after[3] <= before[3]
 
 
 def test_reconnections_leave_no_trace(own_daemon: Daemon) -> None:
