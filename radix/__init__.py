@@ -2,7 +2,6 @@
 
 from radix.eviction import LRU, EvictionPolicy
 from radix.hashing import (
-    CONTEXT_OF_NOTHING,
     HASH_NBYTES,
     NO_KEYS,
     TOKEN_MAX,
@@ -26,7 +25,6 @@ from radix.node import Inserted, Match, Node, Pin
 from radix.tree import PrefixTree
 
 __all__ = [
-    "CONTEXT_OF_NOTHING",
     "HASH_NBYTES",
     "LRU",
     "NO_KEYS",

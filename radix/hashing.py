@@ -53,7 +53,6 @@ _FINGERPRINT_NBYTES = 32
 _KEY_MARKER = b"\xff" * TOKEN_NBYTES
 _MARKED_NBYTES = len(_KEY_MARKER) + HASH_NBYTES
 _NO_DIGEST = bytes(HASH_NBYTES)
-CONTEXT_OF_NOTHING = xxhash.xxh3_64_intdigest(b"")
 
 
 class HashKind(enum.StrEnum):

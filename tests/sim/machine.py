@@ -280,28 +280,36 @@ class SimOs:
         return len(data)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview | mmap.mmap], offset: int) -> int:
-        """In two pieces: between them anything may happen."""
-        (buffer,) = buffers
         file = self._open[fd]
-        self._fail(file, "read fails", errno.EIO)
-        with memoryview(buffer) as into:
-            nbytes = self._short(file, "short read", into.nbytes)
-            half = nbytes // 2
-            into[:half] = file.read(offset, half)
-            self._machine.pause()
-            into[half:nbytes] = file.read(offset + half, nbytes - half)
-        return nbytes
+
+        def move(view: memoryview, first: int, end: int) -> None:
+            view[first:end] = file.read(offset + first, end - first)
+
+        return self._transfer(file, buffers, "read", move)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview | mmap.mmap], offset: int) -> int:
-        (buffer,) = buffers
         file = self._open[fd]
-        self._fail(file, "write fails", errno.EIO)
-        with memoryview(buffer) as data:
-            nbytes = self._short(file, "short write", data.nbytes)
-            half = nbytes // 2
-            file.write(offset, data[:half].tobytes())
+
+        def move(view: memoryview, first: int, end: int) -> None:
+            file.write(offset + first, view[first:end].tobytes())
+
+        return self._transfer(file, buffers, "write", move)
+
+    def _transfer(
+        self,
+        file: SimFile,
+        buffers: Sequence[memoryview | mmap.mmap],
+        verb: str,
+        move: Callable[[memoryview, int, int], None],
+    ) -> int:
+        """In two pieces: between them anything may happen."""
+        (buffer,) = buffers
+        self._fail(file, f"{verb} fails", errno.EIO)
+        with memoryview(buffer) as view:
+            nbytes = self._short(file, f"short {verb}", view.nbytes)
+            move(view, 0, nbytes // 2)
             self._machine.pause()
-            file.write(offset + half, data[half:nbytes].tobytes())
+            move(view, nbytes // 2, nbytes)
         return nbytes
 
     def fdatasync(self, fd: int) -> None:

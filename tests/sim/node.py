@@ -205,7 +205,6 @@ class Node:
         self.owner: dict[int, Process] = {}  # of sessions
         self.locks = SimLocks()
         self.drops_replies = 0  # so many of the next ones
-        self.generation_from = EPOCH
         self._folder = folder
         self._memory = memory
         self._note = note_completion
@@ -214,7 +213,6 @@ class Node:
         self._slab_path: Path | None = None
         self._slab: Slab | None = None
         self._os = SimOs(machine)
-        self._num_paths = num_paths
         self._geometry = DiskGeometry(*disk)
         self.folders = [
             SimFolder(machine, n, num_paths, -(-(disk.num_extents - n) // num_paths), disk.extent_nbytes)

@@ -32,7 +32,6 @@ class Tally:
 
     seeds: list[int] = field(default_factory=list)
     num_steps: int = 0
-    twin_steps: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     seen: Counter[str] = field(default_factory=Counter)
@@ -44,7 +43,6 @@ class Tally:
         """Changes state."""
         self.seeds += other.seeds
         self.num_steps += other.num_steps
-        self.twin_steps += other.twin_steps
         for mine, theirs in zip(self._counters, other._counters, strict=True):
             mine.update(theirs)
         self.failure = self.failure or other.failure
@@ -97,7 +95,6 @@ def tally_of(plan: Plan, num_steps: int) -> Tally:
         kind = "twins" if world.is_twin else "with 8-bit hashes" if plan.hash_bits == 8 else "with faults"
         tally.kinds[kind] += 1
         tally.num_steps = world.num_steps
-        tally.twin_steps = world.num_steps * world.is_twin
         for mine, theirs in (
             (tally.faults, world.machine.faults),
             (tally.seen, world.seen),
@@ -116,7 +113,7 @@ def tallies(seed: int, num_steps: int, num_processes: int) -> Iterator[Tally]:
     with ProcessPoolExecutor(num_processes) as pool:
         while left > 0 or running:
             while left > len(running) * STEPS_PER_WORLD and len(running) < 2 * num_processes:
-                running.add(pool.submit(tally_of, plan_of(seed), min(left, STEPS_PER_WORLD)))
+                running.add(pool.submit(tally_of, plan_of(seed), STEPS_PER_WORLD))
                 seed += 1
             done, running = wait(running, return_when=FIRST_COMPLETED)
             for future in done:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 import tempfile
 from collections import Counter
@@ -105,7 +106,7 @@ class World:
         self._last_pid = FIRST_PID
         self._checked = -1
         self._exits = ExitStack()
-        folder = Path(tempfile.mkdtemp(prefix="sim-kvstore-", dir="/dev/shm"))
+        folder = Path(tempfile.mkdtemp(prefix=f"sim-kvstore-{os.getpid()}-", dir="/dev/shm"))
         self._exits.callback(shutil.rmtree, folder)
         self.node = self._make_node(rng, folder)
         self.flips_headers = rng.random() < 0.4
