@@ -229,6 +229,7 @@ class World:
         if self.node.daemon is None:
             return
         self._check_room()
+        self._check_closure()
         self._check_sessions()
         self._check_answers()
         self._check_guards()
@@ -245,6 +246,20 @@ class World:
         _check_counts(store.memory, tables.extents, tables.slots["state"])
         if store.lower is not None:
             _check_counts(store.lower.tier, store.lower.tier.pool._class_of, store.lower.tier._state)
+
+    def _check_closure(self) -> None:
+        """COR: what can be found has all that it goes on from, in each tier, and is there or on its way."""
+        lower = self.service.store.lower
+        for tier in (self.service.store.memory, *([lower.tier] if lower is not None else [])):
+            below = list(tier.tree._roots.values())
+            while below:
+                node = below.pop()
+                assert all(child.parent is node and not child.detached for child in node.order), (
+                    "a block without parent"
+                )
+                states = tier._state[np.frombuffer(node.slots, "<u4")]
+                assert ((states == SEALED) | (states == ARRIVING)).all(), "a block that is neither there nor on its way"
+                below += node.order
 
     def _check_pins(self) -> None:
         """LEK: what is pinned is so by a lease, a reservation or a move that has not ended."""
