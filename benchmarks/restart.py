@@ -58,6 +58,7 @@ from kvstore.core.layout import (
 )
 from kvstore.core.slots import SLOTS_PER_EXTENT_MAX, extent_nbytes_for
 from kvstore.media.disk import BlockRow, Disk
+from kvstore.ranks import whole_of
 from radix import HASH_NBYTES, NO_KEYS, HashKind, context_digests, hash_block, keys_digest, root_hash
 
 BLOCKS, BLOCKS_MIN = 1_000_000, 2048
@@ -233,7 +234,7 @@ def slot_bytes(row: BlockRow, tokens: bytes, context: int) -> bytes:
     identity = identity_bytes(
         Identity(SPEC.fingerprint, row.block_hash, row.parent, row.number, tokens, *keys, context, BLOCK_TOKENS)
     )
-    rect = Rect((0, SPEC.num_layers), (0, SPEC.num_kv_heads), xxhash.xxh3_64_intdigest(payload))
+    rect = Rect(whole_of(SPEC), xxhash.xxh3_64_intdigest(payload))
     tail = header_tail(len(payload), identity_sum(identity, len(payload)), 1, (rect,))
     header = identity.ljust(NBYTES_OFFSET, b"\0") + tail
     return (header.ljust(HEADER_NBYTES, b"\0") + payload).ljust(SLOT_NBYTES, b"\0")

@@ -6,6 +6,7 @@
 
 from kvstore.config import Config, MemoryConfig
 from kvstore.errors import ConfigInvalid, DaemonUnavailable, KVStoreError, SessionLost, SpecMismatch, TierUnavailable
+from kvstore.ranks import RankGroup
 from kvstore.service.client import Cache, Client, connect
 from kvstore.service.client import open_embedded as open
 from kvstore.service.hit import Block, Hit
@@ -23,6 +24,7 @@ __all__ = [
     "KVSpec",
     "KVStoreError",
     "MemoryConfig",
+    "RankGroup",
     "Reservation",
     "SessionLost",
     "SpecMismatch",

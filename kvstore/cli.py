@@ -243,6 +243,14 @@ def _print_status(facts: dict[str, Any]) -> None:
         for each in facts["sessions"]
     ]
     console.print(_table(["session", "leases", "reservations", "holds"], sessions))
+    if facts["groups"]:
+        columns = ["rank group", "ranks", "parts", "make whole blocks", "wait for parts", "given up for a part"]
+        groups = [
+            [each["id"], *(str(each[name]) for name in ("ranks", "parts")), "yes" if each["complete"] else "no"]
+            + [f"{each[name]:,}" for name in ("open", "unfilled")]
+            for each in facts["groups"]
+        ]
+        console.print(_table(columns, groups))
     rates = {each["fingerprint"]: f"{each['tokens_per_s']:,} tokens/s" for each in facts["prefill"]}
     specs = [
         [each["fingerprint"], each["model"], each["hash"], rates.get(each["fingerprint"], "-")]

@@ -135,6 +135,11 @@ class KVSpec(Struct, frozen=True, kw_only=True, dict=True):
             return (self.num_layers, 1, 1, num_tokens, self.latent_dim)
         return (self.num_layers, 2, self.num_kv_heads, num_tokens, self.head_dim)
 
+    def first_difference(self, other: "KVSpec") -> tuple[str, object, object]:
+        """Query. The first field in which another spec differs: its name, our value, the other's."""
+        ours, theirs = msgspec.structs.asdict(self), msgspec.structs.asdict(other)
+        return next((name, ours[name], theirs[name]) for name in ours if ours[name] != theirs[name])
+
     @cached_property
     def fingerprint(self) -> bytes:
         """32 bytes: SHA-256 of the MessagePack of all fields, sorted by name."""

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvstore.core.layout import HEADER_NBYTES, Header, Identity, Rect
+from kvstore.core.layout import HEADER_NBYTES, Header, Identity, Rect, Shard
 from kvstore.core.slots import SLOTS_PER_EXTENT_MAX
 from kvstore.errors import TierUnavailable
 from kvstore.media.check import Fault, Report, verify
@@ -51,7 +51,7 @@ def block(slot: int, number: int, parent: bytes, name: bytes = b"", num_tokens: 
     payload = np.random.default_rng(list(seed)).bytes((SLOT - HEADER_NBYTES) // 8 * num_tokens)
     tokens = np.frombuffer(seed * 2, "<u4")[:num_tokens].tobytes()
     identity = Identity(SPEC, seed, parent, number, tokens, num_tokens, bytes(16), number, 8)
-    rects = (Rect((0, 2), (0, 4), xxhash.xxh3_64_intdigest(payload)),)
+    rects = (Rect(Shard((0, 2), (0, 4)), xxhash.xxh3_64_intdigest(payload)),)
     buffer = mmap.mmap(-1, SLOT)
     buffer[: HEADER_NBYTES + len(payload)] = page_of(Header(identity, len(payload), generation, rects)) + payload
     symbols = block_symbols_of(tokens, num_tokens, bytes(16))

@@ -36,7 +36,7 @@ PURE_STDLIB = {
     *("__future__", "abc", "array", "bisect", "collections", "contextlib", "copy", "dataclasses", "enum", "functools"),
     *("hashlib", "heapq", "itertools", "math", "numbers", "operator", "random", "string", "struct", "types", "typing"),
 }
-PURE_KVSTORE = ("kvstore.core", "kvstore.spec", "kvstore.errors", "kvstore.config")
+PURE_KVSTORE = ("kvstore.core", "kvstore.spec", "kvstore.ranks", "kvstore.errors", "kvstore.config")
 IMPURE_CALLS = {"open", "input", "print", "breakpoint"}
 
 

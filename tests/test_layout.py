@@ -24,6 +24,7 @@ from kvstore.core.layout import (
     Header,
     Identity,
     Rect,
+    Shard,
     header_state,
     identity_bytes,
     identity_rows,
@@ -48,7 +49,9 @@ def golden() -> Header:
         context=int(given["context"], 16),
         block_tokens=given["block_tokens"],
     )
-    rects = tuple(Rect(tuple(each["layers"]), tuple(each["heads"]), int(each["sum"], 16)) for each in VECTORS["rects"])
+    rects = tuple(
+        Rect(Shard(tuple(each["layers"]), tuple(each["heads"])), int(each["sum"], 16)) for each in VECTORS["rects"]
+    )
     return Header(identity, VECTORS["payload_nbytes"], VECTORS["generation"], rects)
 
 
@@ -153,8 +156,8 @@ def test_more_rectangles_than_fit_are_no_header() -> None:
 
 def test_rectangles_reach_their_bounds() -> None:
     extremes = [
-        Rect((0, RECT_INDEX_MAX), (0, RECT_INDEX_MAX), (1 << 64) - 1),
-        Rect((RECT_INDEX_MAX, RECT_INDEX_MAX), (RECT_INDEX_MAX - 1, RECT_INDEX_MAX), 0),
+        Rect(Shard((0, RECT_INDEX_MAX), (0, RECT_INDEX_MAX)), (1 << 64) - 1),
+        Rect(Shard((RECT_INDEX_MAX, RECT_INDEX_MAX), (RECT_INDEX_MAX - 1, RECT_INDEX_MAX)), 0),
     ]
     header = golden()._replace(rects=tuple(extremes * (RECTS_MAX // 2)))
     page = page_of(header)
@@ -207,7 +210,9 @@ headers = st.builds(
     identity=identities,
     payload_nbytes=st.integers(0, (1 << 64) - 1),
     generation=st.integers(0, (1 << 64) - 1),
-    rects=st.lists(st.builds(Rect, spans, spans, st.integers(0, (1 << 64) - 1)), max_size=8).map(tuple),
+    rects=st.lists(st.builds(Rect, st.builds(Shard, spans, spans), st.integers(0, (1 << 64) - 1)), max_size=8).map(
+        tuple
+    ),
 )
 
 

@@ -14,6 +14,7 @@ from kvstore.core.moves import LoadBlocks, SumBlocks, WriteGroup
 from kvstore.core.store import Acquisition, Store
 from kvstore.core.tier import ARRIVING, FAILED, SEALED
 from kvstore.core.watch import Progress
+from kvstore.ranks import whole_of
 from kvstore.spec import KVSpec
 from tests.models import SimDisk, SimSlab, Text, write_header
 
@@ -79,7 +80,7 @@ class Node:
         for at, slot in enumerate(slots, grant.start // spec.block_tokens):
             payload = text.payload(at).reshape(-1)
 
-            rect = Rect((0, spec.num_layers), (0, spec.num_kv_heads), xxhash.xxh3_64_intdigest(payload.data))
+            rect = Rect(whole_of(spec), xxhash.xxh3_64_intdigest(payload.data))
             offset = self.slab.offset(slot)
             self.slab.write(offset + HEADER_NBYTES, payload)
             write_header(self.slab, offset, Header(text.identity(at), payload.size, grant.generation, (rect,)))

@@ -72,7 +72,7 @@ def test_whoever_makes_the_sum_it_is_the_same(client: Client, spec: KVSpec) -> N
     assert store(cache, filled, by_array=True)
     wait_until(lambda: sums(cache, filled) == true_sums(spec, filled))
     for header in headers(cache, written) + headers(cache, filled):
-        assert [(rect.layers, rect.heads) for rect in header.rects] == [((0, spec.num_layers), (0, spec.num_kv_heads))]
+        assert [rect.shard for rect in header.rects] == [((0, spec.num_layers), (0, spec.num_kv_heads))]
     assert facts(client)["stats"]["blocks_summed"] == 3
 
 

@@ -568,9 +568,9 @@ def test_sessions_have_a_bound_and_numbers_of_their_own(node: Node) -> None:
 
 
 def test_leases_and_reservations_of_a_session_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LEASES_MAX", "RESERVATIONS_MAX"):
+    for module, name in (("store", "LEASES_MAX"), ("filling", "RESERVATIONS_MAX")):
         assert getattr(kvstore.core.leases, name) > 1
-        monkeypatch.setattr(f"kvstore.core.store.{name}", 2)
+        monkeypatch.setattr(f"kvstore.core.{module}.{name}", 2)
     node = Node()
     node.put(ids(1, 1))
     assert [node.acquire(ids(1, 1)).num_tokens for _ in range(3)] == [4, 4, 0]

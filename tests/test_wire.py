@@ -28,7 +28,7 @@ from transports.errors import RemoteProtocolError
 
 NOTHING = (0, 0, 0)
 ASKED = [*get_args(wire.AnyRequest), *get_args(wire.AnyNotice)]
-WIDTHS = {"hashes": 16, "tokens": 4, "slots": 4}
+WIDTHS = {"hashes": 16, "tokens": 4, "slots": 4, "sums": 8}
 BYTES_FEW = 80  # of a packed field: its bound is tested in test_messages
 
 
@@ -85,9 +85,13 @@ def draft_of(message: type[wire.Message]) -> st.SearchStrategy[tuple[type[wire.M
     assert isinstance(info, inspect.StructType)
     fields = {field.name: value_of(field.type, field.name) for field in info.fields}
     small = st.sampled_from([0, 1, 2])
-    fields |= {name: small | fields[name] for name in ("lease", "reservation", "block", "blocks") if name in fields}
+    often_small = ("lease", "reservation", "block", "blocks", "member", "share")
+    fields |= {name: small | fields[name] for name in often_small if name in fields}
     if message is wire.Attach:
         fields["spec"] = st.sampled_from([encode_spec(SPEC), encode_spec(BIG)]) | fields["spec"]
+        fields["group"] = st.sampled_from(["", "ranks"]) | fields["group"]
+        few = st.sampled_from([(0, 1), (1, 2), (0, 2)])
+        fields |= {name: few | fields[name] for name in ("layers", "heads")}
     return st.tuples(st.just(message), st.fixed_dictionaries(fields))
 
 

@@ -108,7 +108,7 @@ class Node:
         self.later(1000.0)
         with self.lock:
             lower = self.service.store.lower
-            return lower is None or (not self.service.store._summing and lower.writes.is_idle)
+            return lower is None or (not self.service.store.filling.sums.pins and lower.writes.is_idle)
 
     def new_prompt(self, num_tokens: int = 64) -> list[int]:
         """Changes state. One that was not there before."""
@@ -145,7 +145,7 @@ class Node:
             facts = self.service.status()
             lower = self.service.store.lower
             is_idle = lower is None or (lower.writes.is_idle and not lower.loads.pins)
-            if self.service.store._summing or not is_idle:
+            if self.service.store.filling.sums.pins or not is_idle:
                 return False
             assert holds(facts) == NOTHING
             assert [each["id"] for each in facts["sessions"]] == [self.session]
@@ -187,7 +187,7 @@ class Stranger:
         self._node = node
         self._choose = choose
         self._waits: list[_Asked] = []
-        kind = node.cache._link.session.attached[SPEC.fingerprint].hash_kind
+        kind = node.cache._link.session.attached[SPEC.fingerprint, None].hash_kind
         self._true = [Prompt(SPEC, kind, prompt, ()) for prompt in choose.sample(prompts, min(4, len(prompts)))]
         self.say(wire.Hello(1, 1, 1), fills=False)
         self.say(wire.Attach(1, self.sessions[0], encode_spec(BIG)), fills=False)

@@ -18,6 +18,12 @@ Grammar (one ZeroMQ message each way):
 - Loads: `acquired` names slots whose bytes may still be on their way from a lower tier; its first `ready` blocks are
   there. `wait` is answered by `loaded` once as many blocks as asked for are there, once no more will come, or after
   `wait_ms`, whatever is first.
+- Ranks: an `attach` that names a group gives the session a place in it (`member`). `reserve` with a place joins what
+  another rank of the group has begun for the same chain, or begins it; the blocks are sealed by the `commit` that makes
+  the ranks' parts whole, and given up for all by the first `abort`, or by the end of a rank's session.
+- Shared leases: `acquired` may carry a `share`. Any process of the node may read on under that number, without a
+  message, while it holds a shared POSIX record lock on byte `share` of the sessions file; the daemon holds all those
+  bytes exclusively, but for the shares of leases that live or are still read.
 - Restart: a client that finds a new daemon on the slab it has mapped sends `carry` with all it still holds, in as many
   requests as that takes, before it lets the old session's byte go; until then nothing it may look at is reused.
 - Liveness: a session lives as long as its process holds a POSIX record lock on byte `session & 0xffff` of the
@@ -56,6 +62,8 @@ Hashes = Annotated[bytes, Meta(max_length=16 * BLOCKS_MAX)]
 Tokens = Annotated[bytes, Meta(max_length=4 * TOKENS_MAX)]
 Slots = Annotated[bytes, Meta(max_length=4 * BLOCKS_MAX)]
 Flags = Annotated[bytes, Meta(max_length=BLOCKS_MAX)]
+Sums = Annotated[bytes, Meta(max_length=8 * BLOCKS_MAX)]
+Range = tuple[Annotated[int, Meta(ge=0, le=4095)], Annotated[int, Meta(ge=0, le=4095)]]
 Text = Annotated[str, Meta(max_length=4096)]
 KeyList = Annotated[
     list[tuple[Annotated[int, Meta(ge=0, le=TOKENS_MAX)], Annotated[bytes, Meta(min_length=16, max_length=16)]]],
@@ -94,8 +102,13 @@ class Hello(Request, frozen=True, tag=1):
 
 
 class Attach(Request, frozen=True, tag=2):
+    """`group`: of ranks, or nothing; `layers`, `heads`: the half-open ranges that this rank has."""
+
     session: Id
     spec: Annotated[bytes, Meta(max_length=SPEC_NBYTES_MAX)]
+    group: Text = ""
+    layers: Range = (0, 0)
+    heads: Range = (0, 0)
 
 
 class Find(Request, frozen=True, tag=3):
@@ -112,12 +125,15 @@ class Find(Request, frozen=True, tag=3):
 
 
 class Acquire(Request, frozen=True, tag=4):
+    """`shared`: other processes are to read on under this lease."""
+
     session: Id
     spec_id: SpecId
     lease: Id
     hashes: Hashes
     tokens: Tokens
     keys: KeyList = []
+    shared: bool = False
 
     def __post_init__(self) -> None:
         _require_whole(hashes=(self.hashes, 16), tokens=(self.tokens, 4))
@@ -126,7 +142,7 @@ class Acquire(Request, frozen=True, tag=4):
 class Reserve(Request, frozen=True, tag=5):
     """Room for the blocks of `hashes` that are not there yet, from token `start` on.
 
-    `tail`: symbols of a short last block.
+    `tail`: symbols of a short last block. `member`: of a rank, which always asks for the whole chain.
     """
 
     session: Id
@@ -135,14 +151,16 @@ class Reserve(Request, frozen=True, tag=5):
     hashes: Hashes
     start: Count
     tail: Annotated[bytes, Meta(max_length=4096)] = b""
+    member: Id = 0
 
     def __post_init__(self) -> None:
         _require_whole(hashes=(self.hashes, 16))
 
 
 class Commit(Request, frozen=True, tag=6):
-    """Seal a reservation. `summed`: one byte per block, 1 where the writer left a checksum in the header.
-    `keep`: the writer still has views of the slots, so the reservation becomes a lease of the same id."""
+    """Seal a reservation. `summed`: one byte per block, 1 where the writer made a checksum: left in the header, or, by
+    a rank, sent in `sums`, u64 little-endian each. `keep`: the writer still has views of the slots, so the reservation
+    becomes a lease of the same id."""
 
     session: Id
     reservation: Id
@@ -151,6 +169,10 @@ class Commit(Request, frozen=True, tag=6):
     priority: Annotated[int, Meta(ge=-1, le=1)] = 0
     keep_for_s: Annotated[float, Meta(ge=0, le=SECONDS_MAX)] | None = None
     output_tokens: Count | None = None
+    sums: Sums = b""
+
+    def __post_init__(self) -> None:
+        _require_whole(sums=(self.sums, 8))
 
 
 class Clear(Request, frozen=True, tag=7):
@@ -163,12 +185,16 @@ class GetStatus(Request, frozen=True, tag=8):
 
 
 class Wait(Request, frozen=True, tag=9):
-    """How far a lease's blocks have come: at once if `blocks` of them are ready, else when they are."""
+    """How far a lease's blocks have come: at once if `blocks` of them are ready, else when they are.
+
+    `share`: instead of `lease`, of somebody else's.
+    """
 
     session: Id
     lease: Id
     blocks: Count
     wait_ms: Annotated[float, Meta(ge=0, le=MS_MAX)]
+    share: Id = 0
 
 
 class Carry(Request, frozen=True, tag=10):
@@ -196,12 +222,13 @@ class Abort(Message, frozen=True, tag=21):
 
 
 class Discard(Message, frozen=True, tag=22):
-    """A reader found that block number `block` under its lease is not what its name says."""
+    """A reader found that block number `block` under its lease is not what its name says. `share`: as in Wait."""
 
     session: Id
     lease: Id
     block: Count
     reason: Text
+    share: Id = 0
 
 
 class Prefetch(Message, frozen=True, tag=23):
@@ -245,8 +272,11 @@ class Welcome(Reply, frozen=True, tag=40):
 
 
 class Attached(Reply, frozen=True, tag=41):
+    """`member`: the rank's place in its group; 0 without one."""
+
     spec_id: SpecId
     hash_kind: Text
+    member: Id = 0
 
 
 class Found(Reply, frozen=True, tag=42):
@@ -254,11 +284,15 @@ class Found(Reply, frozen=True, tag=42):
 
 
 class Acquired(Reply, frozen=True, tag=43):
-    """`slots`: one per block, the last one shared in part where num_tokens says so. `ready`: blocks readable now."""
+    """`slots`: one per block, the last one shared in part where num_tokens says so. `ready`: blocks readable now.
+
+    `share`: the number under which others may read; 0 on a miss, and where that was not asked for.
+    """
 
     num_tokens: Count
     slots: Slots
     ready: Count
+    share: Id = 0
 
     def __post_init__(self) -> None:
         _require_whole(slots=(self.slots, 4))
@@ -331,11 +365,18 @@ def sealed(body: bytes) -> bytes:
     return body + _digest(body)
 
 
-def decode(frame: bytes | memoryview) -> AnyMessage:
-    """Any bytes at all become a message or RemoteProtocolError."""
-    body, digest = memoryview(frame)[:-DIGEST_NBYTES], frame[-DIGEST_NBYTES:]
+def unsealed(frame: bytes | memoryview) -> memoryview:
+    """Query. What `sealed` was given. RemoteProtocolError: something flipped on the way."""
+    view = memoryview(frame)
+    body, digest = view[:-DIGEST_NBYTES], bytes(view[-DIGEST_NBYTES:])
     if digest != _digest(body):
         raise RemoteProtocolError(f"bad {len(frame)}-byte frame: it is not what was sent")
+    return body
+
+
+def decode(frame: bytes | memoryview) -> AnyMessage:
+    """Any bytes at all become a message or RemoteProtocolError."""
+    body = unsealed(frame)
     try:
         return _decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError) as exc:  # msgspec recurses on nesting in unknown fields

@@ -22,6 +22,8 @@ The payload of a block of n tokens is `[layer, K/V, head, token, dim]` with toke
 is XXH3-64 over the bytes of one rectangle of layers x heads, in that order.
 """
 
+from __future__ import annotations
+
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
@@ -75,11 +77,25 @@ class Identity(NamedTuple):
     block_tokens: int
 
 
-class Rect(NamedTuple):
-    """One writer's part of a payload: half-open ranges of layers and K/V heads, and the sum of its bytes."""
+class Shard(NamedTuple):
+    """A rank's part of every block: half-open ranges of layers and K/V heads."""
 
     layers: tuple[int, int]
     heads: tuple[int, int]
+
+    @property
+    def area(self) -> int:
+        return (self.layers[1] - self.layers[0]) * (self.heads[1] - self.heads[0])
+
+    def overlaps(self, other: Shard) -> bool:
+        """Query."""
+        return _meet(self.layers, other.layers) and _meet(self.heads, other.heads)
+
+
+class Rect(NamedTuple):
+    """One writer's part of a payload, and the sum of its bytes."""
+
+    shard: Shard
     sum: int
 
 
@@ -101,6 +117,10 @@ class Header(NamedTuple):
         """Query. Of the slots that blocks of this spec lie in; a header found in another one is a leftover."""
         num_tokens = len(self.identity.tokens) // 4
         return slot_nbytes_for(self.payload_nbytes // max(1, num_tokens) * self.identity.block_tokens)
+
+
+def _meet(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
 
 
 def slot_nbytes_for(block_nbytes: int) -> int:
@@ -170,7 +190,7 @@ def header_tail(payload_nbytes: int, sum_of_identity: int, generation: int, rect
 def header_state(generation: int, rects: tuple[Rect, ...]) -> bytes:
     """Query. Header bytes [STATE_OFFSET, ...): the reservation that filled the slot, and its checksums, if any."""
     state = _STATE.pack(generation, len(rects))
-    packed = b"".join([rect.sum.to_bytes(8, "little") + _pack_ranges(rect.layers, rect.heads) for rect in rects])
+    packed = b"".join([rect.sum.to_bytes(8, "little") + _pack_ranges(*rect.shard) for rect in rects])
     return state + struct.pack("<Q", xxhash.xxh3_64_intdigest(state + packed)) + packed
 
 
@@ -183,9 +203,8 @@ def _pack_ranges(layers: tuple[int, int], heads: tuple[int, int]) -> bytes:
 def _unpack_rect(data: bytes) -> Rect:
     packed = int.from_bytes(data[8:], "little")
     first_layer, layers, first_head, heads = (packed >> shift & 0xFFF for shift in (0, 12, 24, 36))
-    return Rect(
-        (first_layer, first_layer + layers), (first_head, first_head + heads), int.from_bytes(data[:8], "little")
-    )
+    shard = Shard((first_layer, first_layer + layers), (first_head, first_head + heads))
+    return Rect(shard, int.from_bytes(data[:8], "little"))
 
 
 def parse_header(page: bytes) -> Header | None:

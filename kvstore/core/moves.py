@@ -6,6 +6,7 @@ from array import array
 from enum import Enum
 from typing import NamedTuple
 
+from kvstore.core.layout import Shard
 from kvstore.core.leases import SpecEntry
 from radix import BlockHash
 
@@ -19,11 +20,17 @@ class Outcome(Enum):
 
 
 class SumBlocks(NamedTuple):
-    """Sum the payloads of slots that a device or a plain array store filled."""
+    """Write into the headers of these slots what their payloads sum to.
+
+    `shards`: the parts that are summed each for itself. `sums`: per slot one for each part; None where it has to be
+    made, since a device or a plain array store filled it.
+    """
 
     id: int
     entry: SpecEntry
     slots: tuple[int, ...]
+    shards: tuple[Shard, ...]
+    sums: tuple[tuple[int | None, ...], ...]
 
 
 class LoadedBlock(NamedTuple):

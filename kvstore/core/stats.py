@@ -30,11 +30,14 @@ class Stats:
     tokens_asked: int = 0
     tokens_hit: int = 0
     blocks_hit: int = 0
+    shares_refused: int = 0  # leases that other processes cannot read under, because too many can
     hits_shortened: int = 0  # by session_share
     reservations: int = 0
     reservations_committed: int = 0
     reservations_aborted: int = 0
     reservations_refused: int = 0
+    reservations_unfilled: int = 0  # of those aborted: a rank's part never came
+    parts_already: int = 0  # ranks told that another one fills their part: MLA, replicated heads
     blocks_stored: int = 0
     blocks_already: int = 0  # written twice by writers that did not know of each other
     bytes_stored: int = 0

@@ -11,22 +11,23 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
-from kvstore.core.leases import LEASES_MAX, RESERVATIONS_MAX, Lease, Reservation, Session, SpecEntry
+from kvstore.core.filling import Filling, Grant
+from kvstore.core.layout import Shard
+from kvstore.core.leases import LEASES_MAX, Lease, Session, SpecEntry, require_unused
 from kvstore.core.lower import LowerTier
 from kvstore.core.moves import SumBlocks, Transfer
 from kvstore.core.placement import PROBE_NBYTES
+from kvstore.core.shares import Readers, Shares
 from kvstore.core.stats import Guard, Stats
 from kvstore.core.takeover import Legacy, Takeover
 from kvstore.core.tier import FAILED, Tables, Tier
 from kvstore.core.watch import Progress, Watch
-from kvstore.errors import KVStoreError, SessionLost, SpecMismatch
+from kvstore.errors import SessionLost, SpecMismatch
 from kvstore.spec import KVSpec
-from radix import HASH_NBYTES, HashKind, Match, Pin, block_symbols_of, common_tokens, keys_digest, root_hash
+from radix import HASH_NBYTES, HashKind, Match, Pin, block_symbols_of, keys_digest, root_hash
 
 SESSIONS_MAX = 1024
 SESSION_ID_SHIFT = 15  # generations are nanoseconds: 33 us apart, ids differ, and they fit 47 bits until the year 2116
@@ -45,20 +46,15 @@ class Query(NamedTuple):
 
 
 class Acquisition(NamedTuple):
-    """What a lease holds: `slots` u32le, one per block; the last may be shared in part. `ready`: see Progress."""
+    """What a lease holds: `slots` u32le, one per block; the last may be shared in part. `ready`: see Progress.
+
+    `share`: the number under which other processes may read; 0 where that was not asked for.
+    """
 
     num_tokens: int
     slots: bytes
     ready: int
-
-
-class Grant(NamedTuple):
-    """Room to store from token `start` on. Without slots, `available` says how many blocks could be had."""
-
-    start: int
-    slots: bytes
-    generation: int
-    available: int
+    share: int = 0
 
 
 class Store:
@@ -73,11 +69,13 @@ class Store:
         generation: int = 0,
         session_share: float = 0.5,
         checksums: bool = True,
+        readers: Readers | None = None,
     ) -> None:
         """As in Tier. Extents enter by `add_extent`, when their memory is there; a lower tier by `add_lower`.
 
         `generation`: above all that an earlier owner of the tables gave out. `checksums`: whether blocks that nobody
-        summed are summed after commit; they are in any case where there is a lower tier.
+        summed are summed after commit; they are in any case where there is a lower tier. `readers`: without them no
+        lease is shared.
         """
         self.capacity_nbytes = extent_nbytes * len(tables.extents)
         self.memory = Tier(extent_nbytes, tables.extents, tables.slots["state"], self._symbols)
@@ -85,21 +83,27 @@ class Store:
         self.stats = Stats()
         self.watch = Watch(self.memory, self.stats)
         self.now_ms = 0.0
-        self._rows = tables.slots
-        self._generation = generation
         self._symbols_of = symbols_of
         self._takeover: Takeover | None = None
         self._session_nbytes_max = int(self.capacity_nbytes * session_share)
-        self._checksums = checksums
         self._specs: list[SpecEntry] = []
         self._spec_ids: dict[bytes, int] = {}
         self._sessions: dict[int, Session] = {}
         self._free_numbers = list(range(SESSIONS_MAX))[::-1]
         self._last_session = generation >> SESSION_ID_SHIFT  # so no id of an earlier daemon is used again
         self._quarantine: deque[tuple[float, array[int]]] = deque()
-        self._transfers: list[Transfer] = []
-        self._summing: dict[int, Pin] = {}
-        self._last_transfer = 0
+        self.shares = Shares(self.memory, self.stats, readers, generation)
+        self.filling = Filling(
+            self.memory,
+            self.stats,
+            self.watch,
+            self._sessions,
+            tables.slots,
+            room_blocks=self._room_blocks,
+            nbytes_max=self._session_nbytes_max,
+            generation=generation,
+            checksums=checksums,
+        )
 
     # Sessions and specs
 
@@ -151,7 +155,9 @@ class Store:
             self._end_lease(session, lease_id)
             slots += lease.private
         for reservation_id in list(session.reservations):
-            slots += self._end_reservation(session, reservation_id)
+            slots += self.filling.end_part(session, reservation_id)
+        for reservation in self.filling.groups.leave(session_id):
+            self.filling.give_up(reservation)
         if self._takeover is not None and self._takeover.strangers:
             self._takeover.unclaim(slots)
         elif quarantine:
@@ -198,6 +204,10 @@ class Store:
             raise SessionLost(f"spec {spec_id} is unknown here")
         return self._specs[spec_id]
 
+    def join_group(self, session_id: int, entry: SpecEntry, group_id: str, shard: Shard) -> int:
+        """Changes state. A rank's place in its group, for `reserve`. SpecMismatch where it does not fit."""
+        return self.filling.groups.join(self.session(session_id).id, entry, group_id, shard).id
+
     # Reading
 
     def find(self, spec_id: int, query: Query) -> int:
@@ -205,21 +215,26 @@ class Store:
         entry = self.spec(spec_id)
         return max(_tokens_of(entry, query, match) for match in self._matches(entry, query) if match is not None)
 
-    def acquire(self, session_id: int, spec_id: int, lease_id: int, query: Query) -> Acquisition:
+    def acquire(
+        self, session_id: int, spec_id: int, lease_id: int, query: Query, *, shared: bool = False
+    ) -> Acquisition:
         """Changes state. Match, pin and begin to bring up what is only below, in one step.
 
-        Repeated with a living lease id it answers the same.
+        Repeated with a living lease id it answers the same. `shared`: other processes may read on under the lease's
+        number, for as long as they do, also when it has ended here.
         """
         session, entry = self.session(session_id), self.spec(spec_id)
         lease = session.leases.get(lease_id)
         if lease is None:
-            _require_unused(lease_id, session.reservations)
+            require_unused(lease_id, session.reservations)
             lease = self._lease(session, entry, query)
             self._count_lookup(query, lease)
             if lease is None:
                 return Acquisition(0, b"", 0)
             session.add_lease(lease_id, lease)
-        return Acquisition(lease.num_tokens, lease.slots, self.watch.progress(lease).ready)
+            if shared:
+                self.shares.share(lease)
+        return Acquisition(lease.num_tokens, lease.slots, self.watch.progress(lease).ready, lease.share)
 
     def prefetch(self, session_id: int, spec_id: int, query: Query) -> None:
         """Changes state. Bring up what is only below, when nothing more urgent is to be done."""
@@ -229,12 +244,13 @@ class Store:
         if self.lower is not None and below is not None and below.num_blocks > match.num_blocks:
             self.lower.promote(entry, below, len(query.hashes) // HASH_NBYTES, self.now_ms, background=True)
 
-    def wait(self, token: int, session_id: int, lease_id: int, blocks: int, until_ms: float) -> None:
+    def wait(self, token: int, session_id: int, lease_id: int, blocks: int, until_ms: float, share: int = 0) -> None:
         """Changes state. `take_progress` tells of `token` once that many blocks are ready, or there will be no more.
 
-        At `until_ms` at the latest. `token`: the caller's, not in use.
+        At `until_ms` at the latest. `token`: the caller's, not in use. `share`: of somebody else's lease, which the
+        caller reads.
         """
-        lease = self.session(session_id).leases.get(lease_id)
+        lease = self._lease_at(session_id, lease_id, share)
         self.watch.wait(token, lease, blocks, until_ms, self.now_ms)
 
     def take_progress(self) -> list[tuple[int, Progress]]:
@@ -249,12 +265,13 @@ class Store:
             if lease is not None:
                 self.memory.let_go(lease.private)
 
-    def discard(self, session_id: int, lease_id: int, block: int, reason: str) -> None:
+    def discard(self, session_id: int, lease_id: int, block: int, reason: str, share: int = 0) -> None:
         """Changes state. A reader found a leased block wrong: it and all that depends on it leave the tier.
 
         `reason`: "header" if it is not the block of that name, "payload" if its bytes are not what was summed.
+        `share`: as in `wait`.
         """
-        lease = self.session(session_id).leases.get(lease_id)
+        lease = self._lease_at(session_id, lease_id, share)
         self.stats.discards[reason if reason in DISCARD_REASONS else "other"] += 1
         if lease is None or lease.entry is None or block >= lease.pins[0].num_slots:
             return
@@ -272,82 +289,49 @@ class Store:
     # Writing
 
     def reserve(
-        self, session_id: int, spec_id: int, reservation_id: int, hashes: bytes, start: int, tail: bytes = b""
+        self,
+        session_id: int,
+        spec_id: int,
+        reservation_id: int,
+        hashes: bytes,
+        start: int,
+        tail: bytes = b"",
+        member_id: int = 0,
     ) -> Grant:
         """Changes state. Slots for the blocks of the chain that are missing: all of them, or none.
 
         `start`: the caller has no data before this token. Where the chain is not cached that far, the answer is the
-        earlier start that it needs. `tail`: symbols of the last block if it is short.
+        earlier start that it needs. `tail`: symbols of the last block if it is short. `member_id`: of a rank; the first
+        of its group gets slots for as much as fits from the front, and those that ask for the same chain get the same.
         """
         session, entry = self.session(session_id), self.spec(spec_id)
-        known = session.reservations.get(reservation_id)
-        if known is not None:
-            return _grant(known)
-        _require_unused(reservation_id, session.leases)
-        num_blocks = len(hashes) // HASH_NBYTES
-        match = self.memory.match(entry.root, hashes, lambda index: tail if index == num_blocks - 1 else b"")
-        done = match.num_blocks
-        if tail and done == num_blocks - 1 and match.partial_tokens == common_tokens(tail, tail):
-            done = num_blocks  # a longer block begins with exactly this tail
-        start_token = done * entry.spec.block_tokens
-        wanted = num_blocks - done
-        if wanted == 0 or start_token < start:
-            return Grant(start_token, b"", 0, wanted)
-        match = match._replace(partial=None, partial_tokens=0)
-        return self._reserve(session, entry, reservation_id, hashes, match, wanted, bool(tail))
+        return self.filling.reserve(session, entry, reservation_id, hashes, start, tail, member_id)
 
     def sealable(self, session_id: int, reservation_id: int, count: int) -> int:
-        """Query. How many of the first `count` reserved blocks `commit` would leave cached: all, or none.
+        """Query. How many of the first `count` reserved blocks `commit` would take: all, or none.
 
         None of a reservation that has ended, and none if the chain it goes on from was discarded meanwhile.
         """
-        reservation = self.session(session_id).reservations.get(reservation_id)
-        if reservation is None or reservation.parent.node.detached:
-            return 0
-        return min(count, len(reservation.slots))
+        return self.filling.sealable(self.session(session_id), reservation_id, count)
 
-    def commit(self, session_id: int, reservation_id: int, summed: bytes, *, keep: bool = False) -> int:
+    def commit(
+        self, session_id: int, reservation_id: int, summed: bytes, *, keep: bool = False, sums: Sequence[int] = ()
+    ) -> int:
         """Changes state. Seal what was reserved; the number of blocks that are cached now because of it.
 
-        `summed`: one byte per block to seal, 0 where the daemon must make the checksum; reserved blocks beyond it are
-        given back. `keep`: the writer has living views of the slots, so a lease of the same id takes the
-        reservation's place.
+        None yet where parts of other ranks are missing. `summed`: one byte per block to seal, 0 where the daemon must
+        make the checksum; reserved blocks beyond it are given back. `sums`: a rank's, one per block, where `summed`
+        says so; a writer of whole blocks leaves them in the headers. `keep`: the writer has living views of the slots,
+        so a lease of the same id takes the reservation's place.
         """
         session = self.session(session_id)
-        reservation = session.pop_reservation(reservation_id)
-        if reservation is None:
-            self.stats.guards[Guard.GENERATION] += 1
-            return 0  # aborted, or of an earlier life: stale ids seal nothing
-        entry, count = reservation.entry, min(len(summed), len(reservation.slots))
-        slots, dropped = reservation.slots[:count], reservation.slots[count:]
-        self.stats.guards[Guard.SEAL] += len(dropped)
-        hashes = reservation.hashes[: (reservation.start + count) * HASH_NBYTES]
-        short = reservation.short and not dropped
-        self.memory.unpin(reservation.parent)  # nothing is evicted before the insert, and only a free run may grow
-        inserted = self.memory.insert(entry.root, hashes, reservation.start, slots, short=short)
-        self.watch.note_change()  # a short block that gave way may have been on its way up
-        self._count_commit(entry, inserted.inserted, len(inserted.unused))
-        sum_id = None
-        unused = array("I", inserted.unused) + dropped
-        sealed = set(slots) - set(unused)
-        unsummed = tuple(
-            slot for slot, is_summed in zip(slots, summed, strict=False) if slot in sealed and not is_summed
-        )
-        if unsummed and (self._checksums or self.lower is not None):
-            sum_id = self._sum_later(entry, hashes, unsummed)
-        if inserted.inserted and self.lower is not None and self.lower.serves(entry):
-            self.lower.writes.write_later(entry, hashes, self.now_ms, sum_id=sum_id)
-        if keep:
-            session.add_lease(reservation_id, self._lease_of_own(entry, hashes, unused))
-        else:
-            self.memory.give_back(unused)
-        return inserted.inserted
+        return self.filling.commit(session, reservation_id, summed, sums, keep=keep, now_ms=self.now_ms)
 
     def abort(self, session_id: int, reservation_id: int) -> None:
-        """Changes state. Give everything back; unknown ids are no error."""
+        """Changes state. Give everything back, for all ranks; unknown ids are no error."""
         session = self.session(session_id)
         if reservation_id in session.reservations:
-            self.memory.give_back(self._end_reservation(session, reservation_id))
+            self.memory.let_go(self.filling.end_part(session, reservation_id))
 
     def clear(self, spec_id: int) -> None:
         """Changes state. Forget every block of a spec, in every tier."""
@@ -388,11 +372,12 @@ class Store:
     def carry(self, session_id: int, holds: Iterable[tuple[int, bytes]]) -> None:
         """Changes state. A client of an earlier daemon says what it still holds: (lease id, slots u32le) each."""
         session = self.session(session_id)
+        ours = self.filling.reserved_slots()  # reserved in this life, so no client of an earlier one holds it
         for number, slots in holds:
-            _require_unused(number, session.leases)
-            _require_unused(number, session.reservations)
+            require_unused(number, session.leases)
+            require_unused(number, session.reservations)
             if self._takeover is not None:
-                self._carry(session, self._takeover, number, slots)
+                self._carry(session, self._takeover, number, slots, ours)
 
     def account_for(self, number: int, now_ms: float) -> None:
         """Changes state. An earlier daemon's session has carried over what it holds, or is dead."""
@@ -405,44 +390,49 @@ class Store:
         lower.start(self.memory, self._symbols, self.stats, self.now_ms)
         for entry in self._specs:
             lower.add_spec(entry)
-        self.lower = self.watch.lower = lower
+        self.lower = self.watch.lower = self.filling.lower = lower
 
     def take_transfers(self) -> list[Transfer]:
         """Changes state. Work for the movers since the last call."""
-        transfers, self._transfers = self._transfers, []
+        transfers: list[Transfer] = [*self.filling.sums.take_transfers()]
         if self.lower is not None:
             transfers += self.lower.take_transfers(self.now_ms)
         return transfers
 
     def complete(self, transfer: SumBlocks) -> None:
         """Changes state. A mover is done with the slots of a transfer."""
-        self.stats.blocks_summed += len(transfer.slots)
-        self.memory.unpin(self._summing.pop(transfer.id))
+        self.filling.sums.complete(transfer)
         if self.lower is not None:
             self.lower.writes.summed(transfer.id)
 
     def next_deadline_ms(self) -> float | None:
         """Query. When `on_time` has something to do."""
         lower = self.lower
-        asked = (self.watch.next_deadline_ms(), None if lower is None else lower.next_deadline_ms())
+        parts = (self.watch, self.filling.groups, self.shares, *(() if lower is None else (lower,)))
+        asked = [part.next_deadline_ms() for part in parts]
         times = [time for time in asked if time is not None]
         if self._quarantine:
             times.append(self._quarantine[0][0])
         return min(times, default=None)
 
     def on_time(self, now_ms: float) -> None:
-        """Changes state. It is later: quarantines end, and loads that fell behind recomputing are given up."""
+        """Changes state. It is later: quarantines end, parts that never came are waited for no more, nor loads that
+        fell behind recomputing."""
         self.now_ms = now_ms
         while self._quarantine and self._quarantine[0][0] <= now_ms:
             self.memory.let_go(self._quarantine.popleft()[1])
+        self.filling.on_time(now_ms)
+        self.shares.on_time(self._sessions, now_ms)
         self.watch.on_time(now_ms)
 
     def check(self) -> None:
         """Query. Assert every invariant (docs/design.md lists them)."""
         self.memory.check()
+        self.filling.check()
         for session in self._sessions.values():
             held = sum(lease.nbytes for lease in session.leases.values())
-            held += sum(reservation.nbytes for reservation in session.reservations.values())
+            held += sum(part.nbytes for part in session.reservations.values())
+            held += sum(lease.nbytes for lease in self.shares.read_on_from(session.id))
             assert held == session.held_nbytes
         by_class = dict.fromkeys(self.memory.pool.classes, 0)
         for slot in self._reserved_slots():
@@ -451,6 +441,7 @@ class Store:
             parked = self.memory.num_parked(slot_nbytes)
             assert self.memory.counts(slot_nbytes)[2] == reserved + parked, "a reserved slot has no owner"
         assert self.stats.lookups == self.stats.hits + self.stats.misses
+        self.shares.check({lease.share for session in self._sessions.values() for lease in session.leases.values()})
         if self.lower is not None:
             self.lower.check()
 
@@ -561,12 +552,17 @@ class Store:
         return max(0, spare // entry.spec.slot_nbytes)
 
     def _distinct_nbytes(self, session: Session) -> int:
-        nbytes = sum(reservation.nbytes for reservation in session.reservations.values())
+        nbytes = sum(each.nbytes for each in {part.reservation for part in session.reservations.values()})
         by_size: dict[int, list[Pin]] = {}
-        for lease in session.leases.values():
+        for lease in (*session.leases.values(), *self.shares.read_on_from(session.id)):
             nbytes += len(lease.private) * lease.slot_nbytes
             by_size.setdefault(lease.slot_nbytes, []).extend(lease.pins)
         return nbytes + sum(size * self.memory.distinct_blocks(pins) for size, pins in by_size.items())
+
+    def _lease_at(self, session_id: int, lease_id: int, share: int) -> Lease | None:
+        """The caller's lease of this id; or somebody's that it reads on under."""
+        session = self.session(session_id)
+        return self.shares.get(share) if share else session.leases.get(lease_id)
 
     def _end_lease(self, session: Session, lease_id: int) -> Lease | None:
         """Its private slots are still held: the caller decides when they are let go."""
@@ -574,59 +570,16 @@ class Store:
         if lease is None:
             return None
         self.watch.end(lease)
-        for pin in lease.pins:
-            self.memory.unpin(pin)
+        if self.shares.ends(lease, session, self.now_ms):
+            for pin in lease.pins:
+                self.memory.unpin(pin)
         return lease
 
-    def _end_reservation(self, session: Session, reservation_id: int) -> array[int]:
-        """The slots are still reserved: the caller decides when they are free."""
-        reservation = session.pop_reservation(reservation_id)
-        assert reservation is not None
-        self.memory.unpin(reservation.parent)
-        self.stats.reservations_aborted += 1
-        self.stats.guards[Guard.SEAL] += len(reservation.slots)
-        return reservation.slots
-
-    def _reserve(
-        self,
-        session: Session,
-        entry: SpecEntry,
-        reservation_id: int,
-        hashes: bytes,
-        match: Match,
-        wanted: int,
-        short: bool,
-    ) -> Grant:
-        start = match.num_blocks
-        room = self._room_blocks(session, entry) if len(session.reservations) < RESERVATIONS_MAX else 0
-        parent = self.memory.pin(match)  # before room is made: the chain must not lose its own parent
-        slots = None
-        if wanted <= room:
-            slots = self.memory.reserve(entry.spec.slot_nbytes, wanted)
-            self.stats.guards[Guard.PIN] += slots is None
-        if slots is None:
-            available = min(room, self.memory.available(entry.spec.slot_nbytes), wanted - 1)
-            self.memory.unpin(parent)
-            self.stats.reservations_refused += 1
-            return Grant(start * entry.spec.block_tokens, b"", 0, available)
-        generation = self._stamp(slots, session.number)
-        reservation = Reservation(entry, hashes, start, slots, generation, parent, short)
-        session.add_reservation(reservation_id, reservation)
-        self.stats.reservations += 1
-        return _grant(reservation)
-
-    def _stamp(self, slots: array[int], owner: int) -> int:
-        """Say in the slab who fills these slots. Their generation, which no other reservation has."""
-        self._generation += 1
-        rows = np.frombuffer(slots, np.uint32)
-        self._rows["owner"][rows] = owner
-        self._rows["generation"][rows] = self._generation
-        return self._generation
-
-    def _carry(self, session: Session, takeover: Takeover, number: int, slots: bytes) -> None:
-        size, wanted = self.memory.of_one_class(slots)
+    def _carry(self, session: Session, takeover: Takeover, number: int, slots: bytes, ours: set[int]) -> None:
+        size, named = self.memory.of_one_class(slots)
         if size is None:
             return
+        wanted = array("I", (slot for slot in named if slot not in ours))
         pins, private = takeover.claim(wanted)
         if pins or private:
             session.add_lease(number, Lease(size, None, pins, 0, wanted.tobytes(), private))
@@ -634,16 +587,6 @@ class Store:
     def _quarantine_later(self, slots: array[int], now_ms: float) -> None:
         if slots:
             self._quarantine.append((now_ms + QUARANTINE_MS, slots))
-
-    def _lease_of_own(self, entry: SpecEntry, hashes: bytes, private: array[int]) -> Lease:
-        pin = self.memory.pin(self.memory.match(entry.root, hashes))
-        return Lease(entry.spec.slot_nbytes, entry, (pin,), 0, self.memory.tree.path_slots(pin).tobytes(), private)
-
-    def _sum_later(self, entry: SpecEntry, hashes: bytes, slots: tuple[int, ...]) -> int:
-        self._last_transfer += 1
-        self._summing[self._last_transfer] = self.memory.pin(self.memory.match(entry.root, hashes))
-        self._transfers.append(SumBlocks(self._last_transfer, entry, slots))
-        return self._last_transfer
 
     def _count_lookup(self, query: Query, lease: Lease | None) -> None:
         self.stats.lookups += 1
@@ -655,19 +598,12 @@ class Store:
             self.stats.tokens_hit += lease.num_tokens
             self.stats.blocks_hit += len(lease.slots) // 4
 
-    def _count_commit(self, entry: SpecEntry, stored: int, already: int) -> None:
-        self.stats.reservations_committed += 1
-        self.stats.blocks_stored += stored
-        self.stats.blocks_already += already
-        self.stats.bytes_stored += stored * entry.spec.block_nbytes
-
     def _reserved_slots(self) -> set[int]:
         """Slots that somebody holds beside the tree; after a takeover it may be several."""
         held = set(self._takeover.reserved) if self._takeover is not None else set()
         for session in self._sessions.values():
-            held.update(*(reservation.slots for reservation in session.reservations.values()))
             held.update(*(lease.private for lease in session.leases.values()))
-        return held.union(*(slots for _, slots in self._quarantine))
+        return held.union(self.filling.reserved_slots(), *(slots for _, slots in self._quarantine))
 
 
 def _symbols_at(entry: SpecEntry, query: Query) -> Callable[[int], bytes]:
@@ -699,12 +635,6 @@ def _slot_at(slots: bytes, block: int) -> int:
     return int.from_bytes(slots[4 * block : 4 * block + 4], "little")
 
 
-def _require_unused(number: int, others: Container[int]) -> None:
-    """Query. A lease and a reservation of one id would meet when a commit makes one of the other."""
-    if number in others:
-        raise KVStoreError(f"id {number} is in use in this session")
-
-
 def _tokens_of(entry: SpecEntry, query: Query, match: Match) -> int:
     """Tokens of a query that a match covers."""
     return _num_tokens(entry, query, match.num_blocks) + match.partial_tokens
@@ -713,8 +643,3 @@ def _tokens_of(entry: SpecEntry, query: Query, match: Match) -> int:
 def _num_tokens(entry: SpecEntry, query: Query, num_blocks: int) -> int:
     """Tokens in the first blocks of a query: its last block may be short."""
     return min(num_blocks * entry.spec.block_tokens, len(query.tokens) // 4)
-
-
-def _grant(reservation: Reservation) -> Grant:
-    start = reservation.start * reservation.entry.spec.block_tokens
-    return Grant(start, reservation.slots.tobytes(), reservation.generation, len(reservation.slots))

@@ -80,10 +80,14 @@ class Takeover:
         """
         self._memory.let_go(slots)
         self._parked.update(self._memory.take_parked())
-        for slot in self._parked.intersection(slots):
-            self._parked.remove(slot)
-            self._memory.reserve_parked(slot)
-            self.reserved.add(slot)
+        for slot in set(slots) - self.reserved:
+            if slot in self._parked:
+                self._parked.remove(slot)
+                self._memory.reserve_parked(slot)
+                self.reserved.add(slot)
+            elif self._memory.is_kept(slot):  # by others, who may let it go sooner than a late write lands
+                self._memory.keep(slot)
+                self.reserved.add(slot)
 
     def unclaimed(self) -> array[int]:
         """Changes state. Reserved slots that nobody claimed, once nobody is left who could."""

@@ -236,6 +236,11 @@ class Tier:
         """Changes state. One more holds this slot, which is reserved, or whose block left the tree under a pin."""
         self._kept[slot] += 1
 
+    def disown(self, slots: Iterable[int]) -> None:
+        """Changes state. Reserved slots that have become blocks: from now on pins hold them, and nothing else."""
+        for slot in slots:
+            self._kept.pop(slot, None)
+
     def let_go(self, slots: Iterable[int]) -> None:
         """Changes state. Of slots that are kept, one holds them no more; others are given back."""
         free = array("I")

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from kvstore.core.layout import HEADER_NBYTES, PAGE_NBYTES, Header, parse_header
+from kvstore.core.shards import is_whole
 from kvstore.core.slots import SLOTS_PER_EXTENT_MAX
 from kvstore.errors import TierUnavailable
 from kvstore.media.disk import Disk
@@ -95,10 +95,9 @@ def _fault(disk: Disk, row: np.void, view: memoryview) -> Fault | None:
 
 
 def _payload_fault(header: Header, view: memoryview) -> Fault | None:
-    if len(header.rects) != 1:
+    if not header.rects:
         return Fault.UNVERIFIABLE
-    payload = view[HEADER_NBYTES : HEADER_NBYTES + header.payload_nbytes]
-    return None if xxhash.xxh3_64_intdigest(payload) == header.rects[0].sum else Fault.SUM
+    return None if is_whole(header, view) else Fault.SUM
 
 
 def _out_of_reach(rows: npt.NDArray[np.void], faults: dict[int, Fault]) -> list[int]:

@@ -10,15 +10,20 @@ from collections.abc import Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
+
 from kvstore.clock import MonotonicClock
 from kvstore.config import Config, config_from, load_config
+from kvstore.core.layout import Shard
 from kvstore.errors import ConfigInvalid
+from kvstore.ranks import RankGroup
 from kvstore.service.embedded import EmbeddedEndpoint
 from kvstore.service.hit import Hit
 from kvstore.service.hold import Hold
-from kvstore.service.link import Attached, Link, Session
+from kvstore.service.link import LEASE, RESERVATION, Attached, Attachment, Link, Session
 from kvstore.service.prompt import ExtraKeys, Prompt
 from kvstore.service.reservation import Reservation, bounded
+from kvstore.service.ticket import decode_ticket
 from kvstore.spec import KVSpec
 from radix import HASH_NBYTES
 from transports import messages as wire
@@ -38,11 +43,17 @@ class Client:
         """Changes state. Takes over `endpoint`. DaemonUnavailable when nobody answers."""
         self._link = Link(endpoint, MonotonicClock(), deadline_ms)
 
-    def attach(self, spec: KVSpec) -> Cache:
-        """Changes state. The cache of one kind of KV. SpecMismatch when the spec is invalid."""
+    def attach(self, spec: KVSpec, group: RankGroup | None = None) -> Cache:
+        """Changes state. The cache of one kind of KV; with `group`, of a rank's part of it.
+
+        SpecMismatch when the spec is invalid, or the part does not go together with those of the group's other ranks.
+        """
         spec.validate()
-        self._link.attach(spec)
-        return Cache(self, self._link, spec)
+        if group is not None:
+            group.validate(spec)
+        attachment = Attachment(spec, group)
+        self._link.attach(attachment)
+        return Cache(self, self._link, attachment)
 
     def status(self) -> dict[str, Any]:
         """Query. Facts of the client and, while it answers, of the daemon. JSON-serialisable; never raises."""
@@ -76,10 +87,14 @@ class Client:
 
 
 class Cache:
-    """One kind of KV (a KVSpec) in the store: look up, load, save. Get it from `Client.attach`."""
+    """One kind of KV (a KVSpec) in the store: look up, load, save. Get it from `Client.attach`.
 
-    def __init__(self, client: Client, link: Link, spec: KVSpec) -> None:
-        self.spec = spec
+    A rank's (`group`) gives and takes arrays of that rank's part: `[l, 2, h, T, D]` of its layers and heads.
+    """
+
+    def __init__(self, client: Client, link: Link, attachment: Attachment) -> None:
+        self.spec, self.group = attachment
+        self._key = attachment.key
         self._client = client  # which lives as long as its caches do
         self._link = link
         self._requests: WeakValueDictionary[str, Hit] = WeakValueDictionary()  # the caller's hits, by request id
@@ -104,27 +119,29 @@ class Cache:
         deadline_ms: float | None = None,
         request_id: str | None = None,
         wait: bool = True,
+        shared: bool = False,
     ) -> Hit:
         """Changes state. Lease the longest cached prefix, in one round trip. Never raises for the store's sake.
 
         `wait=False` only sends: `hit.settled` turns true later. While the hit of a `request_id` lives, asking again
-        with the same tokens gives that hit. ValueError, TypeError: not token ids.
+        with the same tokens gives that hit. `shared`: the hit gets a `ticket`, with which other processes read it.
+        ValueError, TypeError: not token ids.
         """
         asked = self._prompt(token_ids, extra_keys)
         if asked is None:
-            return Hit(None, None)
+            return Hit(None, None, None)
         session, at, prompt = asked
-        known = self._known_hit(request_id, prompt)
+        known = self._known_hit(request_id, prompt, shared)
         if known is not None:
             return known
-        hold = Hold(self._client, self._link, session, self._link.new_id(), reservation=False)
+        hold = Hold(self._client, self._link, session, LEASE)
 
         def make(number: int) -> wire.Request:
             return wire.Acquire(
-                number, at.session, at.spec_id, hold.number, prompt.hashes, prompt.tokens, prompt.key_facts
+                number, at.session, at.spec_id, hold.number, prompt.hashes, prompt.tokens, prompt.key_facts, shared
             )
 
-        hit = Hit(prompt, hold)
+        hit = Hit(prompt, hold, self._shard, is_shared=shared)
         if wait:
             hit.settle_with(self._link.ask(wire.Acquired, make, deadline_ms, lambda: prompt.whole_identities))
         else:
@@ -133,19 +150,41 @@ class Cache:
             self._requests[request_id] = hit
         return hit
 
+    def redeem(self, ticket: bytes) -> Hit:
+        """Changes state. Read what another process has leased: the same tokens, without asking the daemon.
+
+        `ticket`: of its `hit.ticket`. The blocks stay for as long as this hit or an array of it lives, also when the
+        other one has ended by then. A miss where it had ended before, and for a ticket of another daemon or spec, or
+        of nothing. TypeError: no bytes.
+        """
+        session, known = self._link.session, decode_ticket(ticket)
+        at = session.attached.get(self._key)
+        if known is None or at is None or not self._link.is_open:
+            return Hit(None, None, None)
+        if (known.epoch, known.fingerprint) != (session.welcome.epoch, self.spec.fingerprint):
+            return Hit(None, None, None)
+        prompt = Prompt(self.spec, at.hash_kind, np.frombuffer(known.tokens, "<u4"), known.keys)
+        hold = Hold(self._client, self._link, session)
+        hit = Hit(prompt, hold, self._shard, is_shared=True)
+        is_there = hold.read_under(known.share)
+        hit.settle_with(wire.Acquired(0, known.num_tokens, known.slots, known.ready, known.share) if is_there else None)
+        return hit
+
     def reserve(self, token_ids: Any, start: int = 0, extra_keys: ExtraKeys = ()) -> Reservation:
         """Changes state. Room for the blocks of the prompt that are not cached; as many as fit, from the front.
 
-        `start`: the caller has no KV before this token. ValueError, TypeError: not token ids, or a negative start.
+        Ranks of a group that reserve the same prompt get the same blocks, each its part; they are cached once all parts
+        are committed. A rank whose part another one fills already (MLA, replicated heads) gets none. `start`: the
+        caller has no KV before this token. ValueError, TypeError: not token ids, or a negative start.
         """
         start = min(operator.index(start), TOKENS_MAX)
         if start < 0:
             raise ValueError(f"start={start} is negative")
         asked = self._prompt(token_ids, extra_keys)
         if asked is None:
-            return Reservation(None, None, len(token_ids), b"", 0, False)
+            return Reservation(None, None, self._shard, len(token_ids), b"", 0)
         session, at, prompt = asked
-        hold = Hold(self._client, self._link, session, self._link.new_id(), reservation=True)
+        hold = Hold(self._client, self._link, session, RESERVATION)
         grant = None
         try:
             grant = self._grant(at, hold.number, prompt, start)
@@ -153,10 +192,10 @@ class Cache:
             if grant is None or not grant.slots:
                 hold.let_go()
         if grant is not None and grant.slots:
-            sums = session.welcome.checksums
-            return Reservation(prompt, hold, grant.start, grant.slots, grant.generation, sums)
+            return Reservation(prompt, hold, self._shard, grant.start, grant.slots, grant.generation)
         earlier = grant is not None and grant.start < start
-        return Reservation(None, None, grant.start if grant and earlier else len(token_ids), b"", 0, False)
+        end = grant.start if grant and earlier else len(token_ids)
+        return Reservation(None, None, self._shard, end, b"", 0)
 
     def prefetch(self, token_ids: Any, extra_keys: ExtraKeys = ()) -> None:
         """Changes state. Say that this prompt comes soon: blocks that are only in a lower tier are brought up, when
@@ -168,7 +207,7 @@ class Cache:
 
     def clear(self) -> None:
         """Changes state. Forget every block of this spec. Blocks under a lease go when it ends."""
-        at = self._link.session.attached.get(self.spec.fingerprint)
+        at = self._link.session.attached.get(self._key)
         if at is not None:
             self._link.ask(wire.Done, lambda request_id: wire.Clear(request_id, at.session, at.spec_id))
 
@@ -179,7 +218,7 @@ class Cache:
         ttft_ms: float | None = None,
     ) -> None:
         """Changes state. Tell the store what the engine measured. What is no number within bounds is left out."""
-        at = self._link.session.attached.get(self.spec.fingerprint)
+        at = self._link.session.attached.get(self._key)
         if at is not None:
             tokens = bounded(prefill_tokens, 0, wire.MS_MAX)
             times = (bounded(value, 0, wire.MS_MAX) for value in (prefill_ms, ttft_ms))
@@ -191,7 +230,7 @@ class Cache:
         if not self._link.usable:
             return None
         session = self._link.session
-        attached = session.attached.get(self.spec.fingerprint)
+        attached = session.attached.get(self._key)
         if attached is None:
             return None
         return session, attached, Prompt(self.spec, attached.hash_kind, token_ids, extra_keys)
@@ -200,7 +239,7 @@ class Cache:
         """Slots for all that is missing; if that is too much, for as much as fits. Both within one deadline."""
         due_ms = self._link.due_ms()
         grant = self._ask_grant(at, number, prompt, start, prompt.num_blocks, due_ms)
-        if grant is None or grant.slots or not grant.available or grant.start < start:
+        if grant is None or grant.slots or not grant.available or grant.start < start or at.member:
             return grant
         # Somebody else may be faster than this second question; then there is no room.
         fits = grant.start // self.spec.block_tokens + grant.available
@@ -213,14 +252,19 @@ class Cache:
         tail = prompt.tail if num_blocks == prompt.num_blocks else b""
 
         def make(request_id: int) -> wire.Request:
-            return wire.Reserve(request_id, at.session, at.spec_id, number, hashes, start, tail)
+            return wire.Reserve(request_id, at.session, at.spec_id, number, hashes, start, tail, at.member)
 
         return self._link.ask(wire.Reserved, make, due_ms - self._link.now_ms(), lambda: prompt.identities)
 
-    def _known_hit(self, request_id: str | None, prompt: Prompt) -> Hit | None:
+    @property
+    def _shard(self) -> Shard | None:
+        return None if self.group is None else self.group.shard
+
+    def _known_hit(self, request_id: str | None, prompt: Prompt, shared: bool) -> Hit | None:
         hit = self._requests.get(request_id) if request_id is not None else None
-        same = hit is not None and not hit.is_over and hit.prompt.hashes == prompt.hashes
-        return hit if same else None
+        if hit is None or hit.is_over or hit.prompt.hashes != prompt.hashes:
+            return None
+        return hit if hit.is_shared or not shared else None
 
 
 def connect(address: str, deadline_ms: float = DEADLINE_MS) -> Client:

@@ -88,6 +88,7 @@ class Daemon:
     ) -> None:
         """Sessions of an earlier daemon matter only where its slab lives on: to any other they hold nothing."""
         is_new = slab.epoch == epoch
+        self._sessions_file.admit_from(epoch)
         self.service = Service(
             config,
             slab,
@@ -99,6 +100,7 @@ class Daemon:
             self._watch,
             self._sessions_file.is_held,
             [number for number in range(SESSIONS_MAX) if not is_new and self._sessions_file.is_held(number)],
+            self._sessions_file,
         )
         held.callback(self.service.close)
         slab.epoch = epoch  # last: from now on clients of the earlier daemon see that there is a new one

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-import xxhash
-
-from kvstore.core.layout import HEADER_NBYTES, Header, parse_header
+from kvstore.core.layout import HEADER_NBYTES, parse_header
 from kvstore.core.lower import LowerTier
 from kvstore.core.moves import LoadBlocks, LoadedBlock, Outcome, WriteGroup, WrittenBlock
+from kvstore.core.shards import is_whole
 from kvstore.core.slots import SLOTS_PER_EXTENT_MAX
 from kvstore.errors import TierUnavailable
 from kvstore.media.disk import BlockRow, Disk
@@ -91,7 +90,7 @@ class DiskMoves:
         except TierUnavailable as exc:
             return Outcome.IO, str(exc)
         header = parse_header(bytes(view[:HEADER_NBYTES]))
-        if header is None or header.identity.block_hash != block.block_hash or not _is_whole(header, view):
+        if header is None or header.identity.block_hash != block.block_hash or not is_whole(header, view):
             return Outcome.CORRUPT, f"slot {block.disk_slot} of the SSD does not hold what was written there"
         return Outcome.OK, ""
 
@@ -106,7 +105,7 @@ class DiskMoves:
         header = parse_header(bytes(view[:HEADER_NBYTES]))
         if header is None or header.identity.block_hash != block.block_hash or not header.rects:
             return Refused(f"slab slot {block.memory_slot}: does not hold the block it should: not written", False)
-        if not _is_whole(header, view):
+        if not is_whole(header, view):
             return Refused(f"slab slot {block.memory_slot}: payload does not match its checksum: not written", True)
         try:
             self._disk.write(block.disk_slot, block.slot_nbytes, view)
@@ -203,14 +202,6 @@ def _pop(queue: deque[T]) -> T | None:
 
 def _nothing(_: None) -> None:
     """Query. A job that has posted its completions one by one."""
-
-
-def _is_whole(header: Header, view: memoryview) -> bool:
-    """Whether the payload is what its one rectangle was summed over."""
-    if len(header.rects) != 1 or header.payload_nbytes > len(view) - HEADER_NBYTES:
-        return False
-    payload = view[HEADER_NBYTES : HEADER_NBYTES + header.payload_nbytes]
-    return xxhash.xxh3_64_intdigest(payload) == header.rects[0].sum
 
 
 def _failed(run: _Run) -> frozenset[int]:

@@ -15,6 +15,7 @@ from kvstore.config import Config
 from kvstore.media.folder import require_memory
 from kvstore.media.memory import Slab
 from kvstore.service.daemon import open_disk, require_capacity
+from kvstore.service.liveness import LocalReaders
 from kvstore.service.service import Service, geometry_for
 from transports.errors import PeerLost
 from transports.messages import Reply, decode, encode
@@ -30,7 +31,10 @@ def embedded_service(config: Config, clock: Clock, held: ExitStack) -> Service:
     disk = open_disk(config, held)
     fd = os.memfd_create("kvstore-slab", os.MFD_CLOEXEC)
     slab = Slab.create(fd, geometry_for(config.memory.capacity), epoch)
-    service = Service(config, slab, epoch, Path(f"/proc/self/fd/{fd}"), None, clock, disk)
+    readers = LocalReaders()
+    held.callback(readers.close)
+    path = Path(f"/proc/self/fd/{fd}")
+    service = Service(config, slab, epoch, path, None, clock, disk, readers=readers)
     held.callback(service.close)
     return service
 

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from types import TracebackType
 
 import numpy as np
-import xxhash
 
-from kvstore.core.layout import HEADER_NBYTES, STATE_OFFSET, identity_bytes, parse_header, parse_state
+from kvstore.core.layout import HEADER_NBYTES, STATE_OFFSET, Shard, identity_bytes, parse_header, parse_state
+from kvstore.core.shards import are_right
+from kvstore.ranks import whole_of
 from kvstore.service.hold import Array, Hold
 from kvstore.service.link import Pending, bounded_wait_ms
 from kvstore.service.prompt import Prompt
+from kvstore.service.ticket import FORMAT, Ticket, encode_ticket
 from radix import block_symbols_of, common_tokens
 from transports import messages as wire
 
@@ -21,13 +23,17 @@ SLICE_MS = 2.0  # so long one waiting thread has the connection for itself
 
 
 class Block:
-    """A verified block. `array`: read-only, on the slab, `[L, 2, H, T, D]` (KVSpec.array_shape) with T = num_tokens."""
+    """A verified block. `array`: read-only, on the slab, `[L, 2, H, T, D]` (KVSpec.array_shape) with T = num_tokens.
 
-    __slots__ = ("_hold", "_offset", "_prompt", "_stored_tokens", "num_tokens", "start")
+    Of a rank's hit, its layers and heads of that.
+    """
+
+    __slots__ = ("_hold", "_offset", "_prompt", "_shard", "_stored_tokens", "num_tokens", "start")
 
     def __init__(self, hit: Hit, number: int, num_tokens: int, stored_tokens: int) -> None:
         self._prompt = hit.prompt
         self._hold = hit.hold
+        self._shard = hit.shard
         self._offset = hit.offsets[number]
         self._stored_tokens = stored_tokens
         self.start = number * hit.prompt.spec.block_tokens
@@ -43,11 +49,17 @@ class Block:
         array = self._hold.lend(
             self._offset, spec.payload_nbytes(stored), spec.numpy_dtype, spec.array_shape(stored), writeable=False
         )
-        if stored == self.num_tokens:
-            return array
         if spec.is_opaque:
             return array[: spec.payload_nbytes(self.num_tokens)]
-        return array[:, :, :, : self.num_tokens]
+        return part_of(array, self._shard)[:, :, :, : self.num_tokens]
+
+
+def part_of(array: Array, shard: Shard | None) -> Array:
+    """Query. A rank's view of a block, `[L, 2, H, T, D]`; None is all of it, in any layout."""
+    if shard is None or array.ndim == 1:
+        return array
+    (first_layer, end_layer), (first_head, end_head) = shard
+    return array[first_layer:end_layer, :, first_head:end_head]
 
 
 class Hit:
@@ -56,9 +68,17 @@ class Hit:
     Every fault (no daemon, deadline, damaged block) makes it shorter, down to 0 tokens; nothing raises.
     """
 
-    def __init__(self, prompt: Prompt | None, hold: Hold | None) -> None:
-        """Without a prompt: a miss, known before anything was asked. Else `settle_with` or `settle_later` is next."""
+    def __init__(
+        self, prompt: Prompt | None, hold: Hold | None, shard: Shard | None, *, is_shared: bool = False
+    ) -> None:
+        """Without a prompt: a miss, known before anything was asked. Else `settle_with` or `settle_later` is next.
+
+        `shard`: what of each block is looked at; None for all of it. `is_shared`: whether it is to have a ticket.
+        """
         self.offsets: list[int] = []  # of the leased slots in the slab
+        self.shard = shard
+        self.is_shared = is_shared
+        self._share = 0
         self._prompt = prompt
         self._hold = hold
         self._pending: Pending | None = None
@@ -96,6 +116,25 @@ class Hit:
         """Tokens planned: what `wait` will verify. 0 on a miss, without a daemon, on any fault, and until settled."""
         self._settle(0.0)
         return self._planned
+
+    @property
+    def ticket(self) -> bytes:
+        """With which other processes of the node read these blocks (`Cache.redeem`); none on a miss, or until settled.
+
+        It names as many tokens as `wait` has verified, or, before that, as are planned; so all who read have one
+        answer. ValueError: not acquired with `shared`.
+        """
+        self._settle(0.0)
+        num_tokens = self.verified_tokens if self._is_final else self._planned
+        if self._prompt is not None and not self.is_shared:
+            raise ValueError("only a hit acquired with shared=True has a ticket")
+        if not num_tokens or not self._share or self.is_over:
+            return b""
+        prompt, num_blocks = self.prompt, -(-num_tokens // self.prompt.spec.block_tokens)
+        tokens, keys = prompt.leading(num_blocks)
+        ready, slots = min(self._ready, num_blocks), self._slots[: 4 * num_blocks]
+        epoch, fingerprint = self.hold.session.welcome.epoch, prompt.spec.fingerprint
+        return encode_ticket(Ticket(FORMAT, epoch, self._share, fingerprint, num_tokens, ready, slots, tokens, keys))
 
     @property
     def verified_tokens(self) -> int:
@@ -163,6 +202,7 @@ class Hit:
             self._pending = None
         elif reply is not None and self._plausible(reply):
             self._planned, self._ready = reply.num_tokens, min(reply.ready, len(self.offsets))
+            self._share = reply.share
             self._pending = None  # last: who sees a settled hit sees all of it
         else:
             self._give_up()
@@ -266,9 +306,9 @@ class Hit:
             return None
         slice_ms = link.deadline_ms / 2
         wait_ms = slice_ms if due_ms is None else min(slice_ms, max(0.0, due_ms - link.now_ms()))
-        session = hold.session.id
+        session, share = hold.session.id, self._share
         return link.ask_later(
-            lambda number: wire.Wait(number, session, hold.number, blocks, wait_ms), wait_ms + link.deadline_ms
+            lambda number: wire.Wait(number, session, hold.number, blocks, wait_ms, share), wait_ms + link.deadline_ms
         )
 
     def _take_progress(self, reply: wire.Loaded | None) -> None:
@@ -297,7 +337,8 @@ class Hit:
                 self._no_more, self._ready = True, len(self._verified)
                 reason = "header" if stored_tokens is None else "payload"
                 if self.hold.can_be_told:
-                    self.hold.link.notify(wire.Discard(self.hold.session.id, self.hold.number, number, reason))
+                    at = self.hold.session.id, self.hold.number
+                    self.hold.link.notify(wire.Discard(*at, number, reason, self._share))
                 break
             self._verified.append(Block(self, number, num_tokens, stored_tokens))
         return len(self._verified) > first
@@ -317,10 +358,12 @@ class Hit:
             state = state or parse_state(slab.read(at + STATE_OFFSET, HEADER_NBYTES - STATE_OFFSET))
         if state is None:
             return False
-        sums = [rect.sum for rect in state[1]]
-        return not sums or sums == [
-            xxhash.xxh3_64_intdigest(slab.payload(at, self.prompt.spec.payload_nbytes(stored_tokens)).data)
-        ]
+        spec = self.prompt.spec
+        own = self.shard or whole_of(spec)
+        rects = [rect for rect in state[1] if rect.shard.overlaps(own)]
+        return are_right(
+            slab.payload(at, spec.payload_nbytes(stored_tokens)), spec.num_layers, spec.num_kv_heads, rects
+        )
 
     def _verify_whole_blocks(self, end: int) -> None:
         """All whole blocks before `end`, in one comparison, up to the first that is not right."""

@@ -24,15 +24,18 @@ Array = npt.NDArray[np.generic]
 
 
 class Hold:
-    """One lease or reservation of a session."""
+    """One lease or reservation of a session, or its reading under somebody else's lease."""
 
-    def __init__(self, owner: object, link: Link, session: Session, number: int, *, reservation: bool) -> None:
-        """Changes state. From now on the session is in use. `owner`: lives as long as this does."""
+    def __init__(self, owner: object, link: Link, session: Session, *kinds: str) -> None:
+        """Changes state. From now on the session is in use. `owner`: lives as long as this does.
+
+        `kinds`: what the daemon is to be told of in the end, LEASE or RESERVATION; of a reading nothing.
+        """
         self.link = link
         self._owner = owner
         self.session = session
-        self.number = number
-        self._ends: tuple[str, ...] = (RESERVATION,) if reservation else (LEASE,)
+        self.number = number = link.new_id()
+        self._ends = kinds
         self._lent: dict[int, _Lent] = {}  # by the buffer's id; a weak reference to a buffer has no hash
         self._lends = True
         self._let_go = False
@@ -53,6 +56,10 @@ class Hold:
     def has_views(self) -> bool:
         """Query. Whether an array lent under this hold is alive."""
         return any(lent() is not None for lent in list(self._lent.values()))
+
+    def read_under(self, share: int) -> bool:
+        """Changes state. Read under somebody else's lease from now on. False where that has ended."""
+        return self.session.read_under(self.number, share)
 
     def becomes_lease(self, *, surely: bool) -> None:
         """Changes state. A commit turned the reservation into a lease of the same number.

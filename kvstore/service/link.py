@@ -26,7 +26,8 @@ from typing import NamedTuple, TypeVar
 from kvstore.clock import Clock
 from kvstore.errors import DaemonUnavailable, KVStoreError, SpecMismatch, from_code
 from kvstore.media.memory import Slab
-from kvstore.service.liveness import hold_session, let_session_go
+from kvstore.ranks import RankGroup
+from kvstore.service.liveness import hold_session, let_session_go, start_reading, stop_reading
 from kvstore.spec import KVSpec, encode_spec
 from radix import HashKind
 from transports import messages as wire
@@ -44,6 +45,7 @@ HELLO_MS = 1000.0
 LEASES_PER_NOTICE = 1024
 CARRY_NBYTES = 1 << 18  # 65536 blocks: the daemon's loop is busy with them for a few milliseconds
 LEASE, RESERVATION = "lease", "reservation"
+AttachKey = tuple[bytes, RankGroup | None]  # the spec's fingerprint
 
 
 @dataclass(slots=True)
@@ -51,10 +53,12 @@ class Holding:
     """What a lease or reservation that has not ended stands for. `slots`: u32le; none before the daemon's answer.
 
     `is_lost`: the answer came from a daemon whose successor was not told of it, so nothing protects those slots.
+    `share`: of somebody else's lease, under which this process reads; 0 for one of its own.
     """
 
     slots: bytes = b""
     is_lost: bool = False
+    share: int = 0
 
 
 class Attached(NamedTuple):
@@ -63,6 +67,18 @@ class Attached(NamedTuple):
     session: int
     spec_id: int
     hash_kind: HashKind
+    member: int  # a rank's place in its group; 0 without one
+
+
+class Attachment(NamedTuple):
+    """A spec that this client is attached to, and as which rank."""
+
+    spec: KVSpec
+    group: RankGroup | None
+
+    @property
+    def key(self) -> tuple[bytes, RankGroup | None]:
+        return self.spec.fingerprint, self.group
 
 
 @dataclass(slots=True)
@@ -72,12 +88,13 @@ class Session:
     welcome: wire.Welcome
     slab: Slab
     lock_fd: int | None  # of the sessions file; None in an embedded store
-    attached: dict[bytes, Attached] = field(default_factory=dict)  # by the spec's fingerprint
+    attached: dict[AttachKey, Attached] = field(default_factory=dict)
     in_use: dict[int, Holding] = field(default_factory=dict)  # leases and reservations that have not ended
     carried: set[int] = field(default_factory=set)  # whatever these were, a restarted daemon knows them as leases
     lingering: set[object] = field(default_factory=set)  # holds that wait for their arrays: nothing else keeps them
     ended_leases: deque[int] = field(default_factory=deque)  # ended here, not yet said: bounded by in_use's history
     ended_reservations: deque[int] = field(default_factory=deque)
+    ended_readings: deque[int] = field(default_factory=deque)  # shares
     guard: threading.Lock = field(default_factory=threading.Lock)  # of the slots of what is in use
     num_populated: int = 0  # extents mapped into this process
 
@@ -92,11 +109,25 @@ class Session:
 
     def end(self, number: int, *kinds: str) -> None:
         """Changes state. Note the end of a LEASE, a RESERVATION, or whichever it is. Safe in a finaliser."""
-        self.in_use.pop(number, None)  # first: what `holds` finds after this is not told to anybody
+        holding = self.in_use.pop(number, None)  # first: what `holds` finds after this is not told to anybody
+        if holding is not None and holding.share:
+            self.ended_readings.append(holding.share)
         if RESERVATION in kinds:
             self.ended_reservations.append(number)
         if LEASE in kinds or number in self.carried:
             self.ended_leases.append(number)
+
+    def read_under(self, number: int, share: int) -> bool:
+        """Changes state. What is in use under `number` is somebody else's lease. False where that has ended."""
+        if not start_reading(self.lock_fd, self.welcome.epoch, share):
+            return False
+        self.in_use[number].share = share
+        return True
+
+    def stop_readings(self) -> None:
+        """Changes state. Those that have ended."""
+        while self.ended_readings:
+            stop_reading(self.lock_fd, self.ended_readings.popleft())
 
     def say_what_ended(self, send: Callable[[wire.Message], bool]) -> None:
         """Changes state. Tell of ended leases and reservations; what cannot be sent now is kept for later."""
@@ -176,7 +207,7 @@ class Link:
         self._lock = threading.Lock()
         self._exchange = Exchange()
         self._breaker = Breaker()
-        self._specs: dict[bytes, KVSpec] = {}
+        self._attachments: dict[AttachKey, Attachment] = {}
         self._ids = itertools.count(1)
         self._closed = False
         self._gone = False
@@ -196,6 +227,11 @@ class Link:
     def usable(self) -> bool:
         """Query. Whether asking makes sense; costs next to nothing, so it comes before any hashing."""
         return not self._breaker.is_open and not self._closed and os.getpid() == self._pid
+
+    @property
+    def is_open(self) -> bool:
+        """Query. Whether this process may still use the session, also while the daemon does not answer."""
+        return not self._closed and self.is_own_process
 
     @property
     def is_own_process(self) -> bool:
@@ -283,7 +319,7 @@ class Link:
         """Changes state. Nobody will ask for this reply. Safe in a finaliser."""
         self._disregarded.append(pending.request_id)
 
-    def attach(self, spec: KVSpec) -> None:
+    def attach(self, attachment: Attachment) -> None:
         """Changes state. Serve this spec, now and after every reconnect. SpecMismatch or DaemonUnavailable."""
         if not self.usable:
             raise DaemonUnavailable("the daemon does not answer, or this process was forked from the client's")
@@ -291,8 +327,8 @@ class Link:
         if not self._lock_until(due_ms):
             raise DaemonUnavailable("the daemon does not answer")
         try:
-            self.session.attached[spec.fingerprint] = self._attach(self.session.id, spec, due_ms)
-            self._specs[spec.fingerprint] = spec
+            self.session.attached[attachment.key] = self._attach(self.session.id, attachment, due_ms)
+            self._attachments[attachment.key] = attachment
         finally:
             self._lock.release()
 
@@ -472,22 +508,24 @@ class Link:
         if new != old:  # equal only if the old lock was lost
             let_session_go(fd, old)
 
-    def _attach_all(self, session_id: int, due_ms: float) -> dict[bytes, Attached]:
+    def _attach_all(self, session_id: int, due_ms: float) -> dict[AttachKey, Attached]:
         """All our specs. One that this daemon does not take is a miss from now on; the others go on."""
         attached = {}
-        for spec in self._specs.values():
+        for key, attachment in self._attachments.items():
             try:
-                attached[spec.fingerprint] = self._attach(session_id, spec, due_ms)
+                attached[key] = self._attach(session_id, attachment, due_ms)
             except SpecMismatch as exc:
-                log.warning("model %s goes without cache: %s", spec.model, exc)
+                log.warning("model %s goes without cache: %s", attachment.spec.model, exc)
         return attached
 
-    def _attach(self, session_id: int, spec: KVSpec, due_ms: float) -> Attached:
+    def _attach(self, session_id: int, attachment: Attachment, due_ms: float) -> Attached:
+        encoded, group = encode_spec(attachment.spec), attachment.group
+        rank = (group.group_id, *group.shard) if group is not None else ()
         reply = self._demand(
-            wire.Attached, lambda request_id: wire.Attach(request_id, session_id, encode_spec(spec)), due_ms
+            wire.Attached, lambda request_id: wire.Attach(request_id, session_id, encoded, *rank), due_ms
         )
         try:
-            return Attached(session_id, reply.spec_id, HashKind(reply.hash_kind))
+            return Attached(session_id, reply.spec_id, HashKind(reply.hash_kind), reply.member)
         except ValueError:
             raise SpecMismatch(f"the daemon names blocks by {reply.hash_kind!r}, which this client cannot") from None
 
@@ -509,6 +547,7 @@ class Link:
         session = self.session
         if self._gone or session.in_use:
             return
+        session.stop_readings()
         self._flush()  # also to a daemon that is silent: when it goes on, it must not hold anything for us
         self._send(wire.Goodbye(session.id))
         session.let_go()
@@ -532,6 +571,7 @@ class Link:
         if not self._breaker.is_open and not self._closed:
             self.session.populate()
         with self._lock:
+            self.session.stop_readings()  # for which no daemon is needed
             self._notice_restart()
             self._tend()
 

@@ -1,8 +1,12 @@
-"""Who is alive. A session's process holds a POSIX record lock on one byte of the sessions file.
+"""Who is alive, and who reads on. A session's process holds a POSIX record lock on one byte of the sessions file.
 
 A record lock belongs to the process: a forked child does not inherit it, an exec keeps it, any death ends it, and it
 goes early only if the process closes *any* descriptor of the file; so the client opens it once and never closes it.
 Where the kernel vouches for the sender's pid, its pidfd must have fired too before slots are reused at once.
+
+Bytes from the daemon's epoch on stand for shared leases. Their daemon holds them all exclusively, but for those of
+leases that live: whoever gets a shared lock on one reads there as long as he has it, and until then the daemon does not
+get it back. The byte at the epoch itself is nobody's: while it is held, the daemon lives, and so its word counts.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import os
 import resource
 import struct
 import threading
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,8 +26,21 @@ from kvstore.errors import DaemonUnavailable
 # struct flock of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid
 _FLOCK = struct.Struct("hhqqi4x")
 
-_held_files_lock = threading.Lock()
 _held_files: dict[tuple[int, int], int] = {}  # (device, inode) -> the one descriptor of this process, never closed
+_readings: Counter[tuple[int | None, int]] = Counter()  # (descriptor, share) -> readers in this process
+_admitted: set[int] = set()  # shares of stores in this process
+_lock = threading.Lock()  # of all three
+
+
+def _forget_in_child() -> None:
+    """A forked child has the descriptors and none of the locks; and whoever held this one is not there any more."""
+    global _lock
+    _lock = threading.Lock()
+    _readings.clear()
+    _admitted.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class SessionsFile:
@@ -36,13 +54,97 @@ class SessionsFile:
 
     def is_held(self, number: int) -> bool:
         """Query. Whether a living process other than this one holds the byte."""
-        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0)
-        found = _FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_GETLK, asked))
-        return bool(found[0] != fcntl.F_UNLCK)
+        return _is_locked(self._fd, number)
+
+    def admit_from(self, epoch: int) -> None:
+        """Changes state. This daemon gives out the shares above `epoch`, and has admitted nobody yet."""
+        fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 0, epoch, os.SEEK_SET)
+
+    def admit(self, share: int) -> None:
+        """Changes state. From now on processes may begin to read under this number."""
+        fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, share, os.SEEK_SET)
+
+    def dismiss(self, share: int) -> bool:
+        """Changes state. Unless another process reads: none may begin to any more, and true."""
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, share, os.SEEK_SET)
+        except BlockingIOError:
+            return False
+        return True
 
     def close(self) -> None:
         """Changes state."""
         os.close(self._fd)
+
+
+class LocalReaders:
+    """The same for a store in the readers' own process, to which locks of its own mean nothing."""
+
+    def __init__(self) -> None:
+        self._own: set[int] = set()
+
+    def admit(self, share: int) -> None:
+        """Changes state."""
+        with _lock:
+            self._own.add(share)
+            _admitted.add(share)
+
+    def dismiss(self, share: int) -> bool:
+        """Changes state."""
+        with _lock:
+            if _readings[None, share]:
+                return False
+            self._own.discard(share)
+            _admitted.discard(share)
+            return True
+
+    def close(self) -> None:
+        """Changes state. The store is gone, and with it all its shares."""
+        with _lock:
+            _admitted.difference_update(self._own)
+
+
+def start_reading(fd: int | None, epoch: int, share: int) -> bool:
+    """Changes state. Read on under a shared lease of the daemon of this epoch, until `stop_reading` as often.
+
+    False where it has ended for everybody, or the daemon is gone. `fd`: of `hold_session`; None for a store in this
+    process.
+    """
+    with _lock:
+        if fd is None:
+            may = share in _admitted
+        else:
+            may = _readings[fd, share] > 0 or _lock_share(fd, epoch, share)
+        if may:
+            _readings[fd, share] += 1
+        return may
+
+
+def stop_reading(fd: int | None, share: int) -> None:
+    """Changes state."""
+    with _lock:
+        _readings[fd, share] -= 1
+        if not _readings[fd, share]:
+            del _readings[fd, share]
+            if fd is not None:
+                let_session_go(fd, share)
+
+
+def _lock_share(fd: int, epoch: int, share: int) -> bool:
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, share, os.SEEK_SET)
+    except OSError:
+        return False
+    # Asked after it: the daemon lived when the lock was given, and so it did not hold that byte itself.
+    if _is_locked(fd, epoch):
+        return True
+    let_session_go(fd, share)
+    return False
+
+
+def _is_locked(fd: int, number: int) -> bool:
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0)
+    return bool(_FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK)
 
 
 def hold_session(path: Path, number: int) -> int:
@@ -65,7 +167,7 @@ def let_session_go(fd: int, number: int) -> None:
 
 
 def _descriptor(path: Path) -> int:
-    with _held_files_lock:
+    with _lock:
         facts = os.stat(path)
         key = facts.st_dev, facts.st_ino
         if key not in _held_files:

@@ -66,6 +66,11 @@ class Prompt:
             return b""
         return self.symbols(self.num_blocks - 1)
 
+    def leading(self, num_blocks: int) -> tuple[bytes, list[tuple[int, bytes]]]:
+        """Query. Tokens (u32le) and extra keys of the first blocks: a prompt of them names these blocks the same."""
+        num_tokens = min(self.num_tokens, num_blocks * self.spec.block_tokens)
+        return self.tokens[: 4 * num_tokens], list(keys_in(self._keys, 0, num_tokens))
+
     def block_hash(self, block: int) -> bytes:
         """Query."""
         return self.hashes[block * HASH_NBYTES : (block + 1) * HASH_NBYTES]

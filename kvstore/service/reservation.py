@@ -9,37 +9,37 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.core.layout import NBYTES_OFFSET, Rect, header_tail
+from kvstore.core.layout import NBYTES_OFFSET, Rect, Shard, header_tail
+from kvstore.ranks import whole_of
+from kvstore.service.hit import part_of
 from kvstore.service.hold import Array, Hold
 from kvstore.service.prompt import Prompt
 from kvstore.spec import KVSpec
 from transports import messages as wire
 
-_UINT8 = np.dtype(np.uint8)
 PIECE_NBYTES = 2 << 20  # small enough for a cache, large enough for memcpy's fast path (docs/measurements.md)
 
 
 class WritableBlock:
-    """A slot to fill: by `write`, or through `array`, or by a device that writes to the array's memory."""
+    """A slot to fill, or a rank's part of it: by `write`, or through `array`, or by a device that writes to the array's
+    memory."""
 
-    __slots__ = ("_hold", "_spec", "_sums", "is_filled", "num_tokens", "offset", "start", "sum")
+    __slots__ = ("_hold", "_shard", "_spec", "is_filled", "num_tokens", "offset", "start", "sum")
 
-    def __init__(self, spec: KVSpec, hold: Hold, sums: bool, offset: int, start: int, num_tokens: int) -> None:
+    def __init__(self, spec: KVSpec, hold: Hold, shard: Shard | None, offset: int, start: int, num_tokens: int) -> None:
         self._spec = spec
         self._hold = hold
-        self._sums = sums
+        self._shard = shard
         self.offset = offset
         self.start = start
         self.num_tokens = num_tokens
         self.is_filled = False
-        self.sum: int | None = None
+        self.sum: int | None = None  # of what `write` copied; None where the daemon has to make it
 
     @property
     def array(self) -> Array:
         """Writable, on the slab, shaped like a hit's. Its checksum is made after commit, off the critical path."""
-        spec, count = self._spec, self.num_tokens
-        nbytes, shape = spec.payload_nbytes(count), spec.array_shape(count)
-        array = self._hold.lend(self.offset, nbytes, spec.numpy_dtype, shape, writeable=True)
+        array = self._lend()
         self.is_filled, self.sum = True, None
         return array
 
@@ -49,55 +49,57 @@ class WritableBlock:
         It has this block's shape, any strides, and the spec's dtype or one of the same width, whose bits are taken.
         ValueError on anything else, and after the reservation has ended.
         """
-        spec, shape = self._spec, self._spec.array_shape(self.num_tokens)
-        given = np.asarray(source)
-        same_width = given.dtype.itemsize == spec.numpy_dtype.itemsize and given.dtype.isnative
-        if given.shape != shape or not same_width:
-            raise ValueError(f"block.write wants {shape} of {spec.numpy_dtype}, not {given.shape} of {given.dtype}")
-        bits = given if given.dtype == spec.numpy_dtype else given.view(spec.numpy_dtype)
-        nbytes = spec.payload_nbytes(self.num_tokens)
         # Lent for as long as the copy takes: an abort by another thread must not free the slot under it.
-        target = self._hold.lend(self.offset, nbytes, _UINT8, (nbytes,), writeable=True)
+        target = self._lend()
+        given = np.asarray(source)
+        same_width = given.dtype.itemsize == target.dtype.itemsize and given.dtype.isnative
+        if given.shape != target.shape or not same_width:
+            raise ValueError(f"block.write wants {target.shape} of {target.dtype}, not {given.shape} of {given.dtype}")
+        bits = given if given.dtype == target.dtype else given.view(target.dtype)
         self.is_filled, self.sum = False, None  # until all is copied: an interrupted rewrite leaves no block
-        if self._sums:
+        if self._hold.session.welcome.checksums:
             self.sum = _copy_and_sum(bits, target)
         else:
-            np.copyto(target.view(spec.numpy_dtype).reshape(shape), bits)
+            np.copyto(target, bits)
         self.is_filled = True
 
-    @property
-    def rect(self) -> Rect | None:
-        """Query. The checksum of what `write` copied; None where the daemon has to make it."""
-        if self.sum is None:
-            return None
-        return Rect((0, self._spec.num_layers), (0, self._spec.num_kv_heads), self.sum)
+    def _lend(self) -> Array:
+        spec, count = self._spec, self.num_tokens
+        nbytes, shape = spec.payload_nbytes(count), spec.array_shape(count)
+        array = self._hold.lend(self.offset, nbytes, spec.numpy_dtype, shape, writeable=True)
+        return part_of(array, self._shard)
 
 
 def _copy_and_sum(source: Array, target: Array) -> int:
-    """XXH3-64 of `source` in C order, a piece at a time: summed first, then copied from the cache that this filled."""
+    """XXH3-64 of `source` in C order, a piece at a time: summed first, then copied from the cache that this filled.
+
+    A rank's target has gaps: then a piece is some layers, and its copy one call over two rows for each.
+    """
     if not source.flags.c_contiguous:
         return _copy_and_sum_rows(source, target)
-    flat = source.reshape(-1).view(np.uint8)
-    if len(flat) <= PIECE_NBYTES:
-        value = xxhash.xxh3_64_intdigest(flat.data)
-        np.copyto(target, flat)
+    if target.flags.c_contiguous:
+        source, target = source.reshape(-1).view(np.uint8), target.reshape(-1).view(np.uint8)
+    step = max(1, PIECE_NBYTES * len(source) // source.nbytes)
+    if len(source) <= step:
+        value = xxhash.xxh3_64_intdigest(source.reshape(-1).view(np.uint8).data)
+        np.copyto(target, source)
         return value
     total = xxhash.xxh3_64()
-    for at in range(0, len(flat), PIECE_NBYTES):
-        piece = flat[at : at + PIECE_NBYTES]
-        total.update(piece.data)
-        np.copyto(target[at : at + PIECE_NBYTES], piece)
+    for at in range(0, len(source), step):
+        piece = source[at : at + step]
+        total.update(piece.reshape(-1).view(np.uint8).data)
+        np.copyto(target[at : at + step], piece)
     return total.intdigest()
 
 
 def _copy_and_sum_rows(source: Array, target: Array) -> int:
+    """Of a source with gaps, a layer at a time."""
     total = xxhash.xxh3_64()
-    rows = target.view(source.dtype).reshape(source.shape)
     if source.ndim == 1:
-        rows, source = rows[None], source[None]
-    for row, given in zip(rows, source, strict=True):
+        source, target = source[None], target[None]
+    for given, row in zip(source, target, strict=True):
         np.copyto(row, given)
-        total.update(row.data)
+        total.update((row if row.flags.c_contiguous else np.ascontiguousarray(given)).data)
     return total.intdigest()
 
 
@@ -105,14 +107,24 @@ class Reservation:
     """Use it as a context manager: leaving without `commit` gives everything back.
 
     `start`: token where storing begins. Empty (no blocks, start == len(token_ids)) when all is cached, and when
-    there is no room or no daemon; with an earlier `start` when the chain before the one asked for is not cached.
+    there is no room or no daemon; with an earlier `start` when the chain before the one asked for is not cached. A
+    rank's is empty, too, where another rank of its group fills the same part.
     """
 
-    def __init__(self, prompt: Prompt | None, hold: Hold | None, start: int, slots: bytes, generation: int, sums: bool):
+    def __init__(
+        self,
+        prompt: Prompt | None,
+        hold: Hold | None,
+        shard: Shard | None,
+        start: int,
+        slots: bytes,
+        generation: int,
+    ) -> None:
+        """`shard`: a rank's; None for a writer of whole blocks."""
         self.start = start
-        self.sums = sums
         self._prompt = prompt
         self._hold = hold
+        self._shard = shard
         self._generation = generation
         self._blocks: list[WritableBlock] = []
         self._is_over = hold is None
@@ -139,7 +151,8 @@ class Reservation:
         return iter(self._blocks)
 
     def commit(self, priority: int = 0, keep_for_s: float | None = None, output_tokens: int | None = None) -> bool:
-        """Changes state. Make the leading blocks that were filled readable; True if they are cached now.
+        """Changes state. Make the leading blocks that were filled readable; True if they are cached now, or, of a rank,
+        once the other ranks have committed their parts.
 
         `priority`: 1 will return, 0 unknown, -1 will not. `keep_for_s`: expected seconds until it returns. A hint out
         of bounds counts as the nearest that is not. A block nobody wrote to ends the run: it and those after it are
@@ -188,14 +201,18 @@ class Reservation:
             return
         for start, offset in zip(range(self.start, prompt.num_tokens, block_tokens), offsets.tolist(), strict=False):
             num_tokens = min(block_tokens, prompt.num_tokens - start)
-            self._blocks.append(WritableBlock(spec, hold, self.sums, offset, start, num_tokens))
+            self._blocks.append(WritableBlock(spec, hold, self._shard, offset, start, num_tokens))
 
     def _write_headers(self, blocks: list[WritableBlock]) -> None:
-        """Name the blocks, whatever way their bytes came."""
+        """Name the blocks, whatever way their bytes came.
+
+        All ranks of a group write the same, so it does not matter who comes last; their sums the daemon puts there.
+        """
         slab, spec, identities = self.hold.session.slab, self.prompt.spec, self.prompt.identities
         for number, block in enumerate(blocks, self.start // spec.block_tokens):
             identity, sum_of_identity = identities[number]
-            rects = (block.rect,) if block.rect else ()
+            is_summed = block.sum is not None and self._shard is None
+            rects = (Rect(whole_of(spec), block.sum or 0),) if is_summed else ()
             tail = header_tail(spec.payload_nbytes(block.num_tokens), sum_of_identity, self._generation, rects)
             slab.write(block.offset, identity)
             slab.write(block.offset + NBYTES_OFFSET, tail)
@@ -205,11 +222,14 @@ class Reservation:
         session, keep = self.hold.session, self.hold.has_views
         self._write_headers(self._blocks[:filled])
         summed = bytes(block.sum is not None for block in self._blocks[:filled])
+        sums = b""
+        if self._shard is not None:
+            sums = b"".join((block.sum or 0).to_bytes(8, "little") for block in self._blocks[:filled])
         if keep:
             self.hold.becomes_lease(surely=False)
         reply = self.hold.link.ask(
             wire.Committed,
-            lambda request_id: wire.Commit(request_id, session.id, self.hold.number, summed, keep, *hints),
+            lambda request_id: wire.Commit(request_id, session.id, self.hold.number, summed, keep, *hints, sums),
         )
         if reply is None:
             return False

@@ -16,14 +16,16 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import xxhash
 
 from kvstore.clock import Clock
 from kvstore.config import Config
-from kvstore.core.layout import STATE_OFFSET, Rect, header_state
+from kvstore.core.groups import Group
+from kvstore.core.layout import STATE_OFFSET, Rect, Shard, header_state
 from kvstore.core.leases import Session
 from kvstore.core.lower import LowerSettings, LowerTier
 from kvstore.core.moves import LoadBlocks, SumBlocks, WriteGroup
+from kvstore.core.shards import shard_sum
+from kvstore.core.shares import Readers
 from kvstore.core.slots import SLOTS_PER_EXTENT_MAX, extent_nbytes_for
 from kvstore.core.stats import Guard
 from kvstore.core.store import Query, Store
@@ -39,6 +41,7 @@ from transports import messages as wire
 
 log = logging.getLogger("kvstore")
 SPECS_LISTED_MAX = 64  # of status, the newest ones
+GROUPS_LISTED_MAX = 64
 PROGRESS_MS = 2000.0
 FLUSH_MS = 5000.0
 ALLOCATE_AGAIN_MS = 5000.0
@@ -99,12 +102,13 @@ class Service:
         on_open: Callable[[Session, int | None], None] | None = None,
         is_held: Callable[[int], bool] = lambda _: False,
         strangers: Iterable[int] = (),
+        readers: Readers | None = None,
     ) -> None:
         """Changes state. Takes over `slab`, with what is in it, and `disk`, whose index is read in the background.
 
         Usable at once with the extents that are ready, or the first; the others follow in the background. `on_open`
         is told each new session and its pid, for whoever watches processes. `is_held`: see `Store.open_session`;
-        `strangers`: see `Store.take_over`.
+        `strangers`: see `Store.take_over`; `readers`: see Store.
         """
         self.slab = slab
         self.epoch = epoch
@@ -121,12 +125,15 @@ class Service:
             generation=epoch,
             session_share=config.memory.session_share,
             checksums=config.memory.checksums,
+            readers=readers,
         )
         self.disk = disk
         self.is_sound = True  # false while it is at work: who leaves it so was interrupted, or met a bug of ours
         self.blocks_taken_over = 0
         self._disk_moves: DiskMoves | None = None
         self._longest_turn_ms = 0.0
+        self._unfilled_told = 0
+        self._groups_told: set[str] = set()
         self._extents_missing: list[int] = []  # of the SSD, which had no space for them
         self._allocate_ms = math.inf  # when to try them again
         self._waiting: dict[int, tuple[int, Callable[[wire.Reply], None]]] = {}  # token -> request, its way back
@@ -166,7 +173,8 @@ class Service:
             if reply is not None:
                 send(reply)
         if isinstance(message, wire.Commit) and isinstance(reply, wire.Committed):
-            self.store.commit(message.session, message.reservation, message.summed, keep=message.keep)
+            sums = np.frombuffer(message.sums, "<u8").tolist()
+            self.store.commit(message.session, message.reservation, message.summed, keep=message.keep, sums=sums)
         self._follow_up()
 
     def _answer(
@@ -179,26 +187,33 @@ class Service:
                 return self._hello(message, sender_pid)
             case wire.Attach():
                 store.session(message.session)
-                entry = store.attach(decode_spec(message.spec))
-                return wire.Attached(request_id, entry.spec_id, entry.hash_kind)
+                entry, shard = store.attach(decode_spec(message.spec)), Shard(message.layers, message.heads)
+                member = store.join_group(message.session, entry, message.group, shard) if message.group else 0
+                return wire.Attached(request_id, entry.spec_id, entry.hash_kind, member)
             case wire.Find():
                 store.session(message.session)
                 query = Query(message.hashes, message.tokens, message.keys)
                 return wire.Found(request_id, store.find(message.spec_id, query))
             case wire.Acquire():
                 query = Query(message.hashes, message.tokens, message.keys)
-                got = store.acquire(message.session, message.spec_id, message.lease, query)
+                got = store.acquire(message.session, message.spec_id, message.lease, query, shared=message.shared)
                 self._start_transfers()  # before the answer: the medium need not wait for it
                 return wire.Acquired(request_id, *got)
             case wire.Wait():
                 token = next(self._tokens)
                 until_ms = store.now_ms + message.wait_ms
-                store.wait(token, message.session, message.lease, message.blocks, until_ms)
+                store.wait(token, message.session, message.lease, message.blocks, until_ms, message.share)
                 self._waiting[token] = request_id, send
                 return None
             case wire.Reserve():
                 grant = store.reserve(
-                    message.session, message.spec_id, message.reservation, message.hashes, message.start, message.tail
+                    message.session,
+                    message.spec_id,
+                    message.reservation,
+                    message.hashes,
+                    message.start,
+                    message.tail,
+                    message.member,
                 )
                 return wire.Reserved(request_id, *grant)
             case wire.Commit():
@@ -230,7 +245,7 @@ class Service:
                 case wire.Abort():
                     self.store.abort(message.session, message.reservation)
                 case wire.Discard():
-                    self.store.discard(message.session, message.lease, message.block, message.reason)
+                    self.store.discard(message.session, message.lease, message.block, message.reason, message.share)
                 case wire.Prefetch():
                     query = Query(message.hashes, message.tokens, message.keys)
                     self.store.prefetch(message.session, message.spec_id, query)
@@ -355,6 +370,7 @@ class Service:
                 if (ms := self.store.watch.prefill_of(entry).ms_per_unit) is not None
             ],
             "sessions": [self._session_status(session) for session in self.store.sessions],
+            "groups": [self._group_status(group) for group in self.store.filling.groups.all[-GROUPS_LISTED_MAX:]],
             "specs_served": len(self.store.specs),
             "specs": [
                 {"model": entry.spec.model, "fingerprint": entry.spec.fingerprint.hex()[:16], "hash": entry.hash_kind}
@@ -408,6 +424,18 @@ class Service:
             "leases": len(session.leases),
             "reservations": len(session.reservations),
             "held_nbytes": session.held_nbytes,
+        }
+
+    def _group_status(self, group: Group) -> dict[str, Any]:
+        spec, shards = group.entry.spec, {member.shard for member in group.members}
+        return {
+            "id": group.group_id,
+            "model": spec.model,
+            "ranks": len(group.members),
+            "parts": len(shards),
+            "complete": sum(shard.area for shard in shards) == spec.num_layers * spec.num_kv_heads,
+            "open": len(group.open),
+            "unfilled": self.store.filling.groups.unfilled[group.group_id],
         }
 
     def _symbols_of(self, slot: int) -> bytes:
@@ -536,6 +564,22 @@ class Service:
         self._start_transfers()
         if self._waiting:
             self._tell_progress()
+        if self.store.stats.reservations_unfilled != self._unfilled_told:
+            self._tell_unfilled()
+
+    def _tell_unfilled(self) -> None:
+        """Once per group: it may be that an engine's ranks never agree, and then nothing of theirs is ever stored."""
+        self._unfilled_told = self.store.stats.reservations_unfilled
+        groups = self.store.filling.groups
+        self._groups_told &= {group.group_id for group in groups.all}
+        for group in groups.all:
+            if groups.unfilled[group.group_id] and group.group_id not in self._groups_told:
+                self._groups_told.add(group.group_id)
+                log.warning(
+                    "rank group %s: blocks were given up, since the part of a rank never came: "
+                    "are all its ranks attached, and do they store the same prompts? %s",
+                    *(group.group_id, " ".join(f"{name}={fact}" for name, fact in self._group_status(group).items())),
+                )
 
     def _start_transfers(self) -> None:
         for transfer in self.store.take_transfers():
@@ -553,15 +597,23 @@ class Service:
 
     def _sum(self, transfer: SumBlocks) -> list[bytes | None]:
         """On a mover. The new state part of each slot's header; None where the header is not what was written."""
-        return [self._summed_state(slot, transfer.entry.spec) for slot in transfer.slots]
+        return [
+            self._summed_state(slot, transfer.entry.spec, transfer.shards, sums)
+            for slot, sums in zip(transfer.slots, transfer.sums, strict=True)
+        ]
 
-    def _summed_state(self, slot: int, spec: KVSpec) -> bytes | None:
+    def _summed_state(
+        self, slot: int, spec: KVSpec, shards: tuple[Shard, ...], sums: tuple[int | None, ...]
+    ) -> bytes | None:
         header = self.slab.header(slot)
         if header is None or header.payload_nbytes > spec.block_nbytes:
             return None
         payload = self.slab.payload(self.slab.offset(slot, spec.slot_nbytes), header.payload_nbytes)
-        rect = Rect((0, spec.num_layers), (0, spec.num_kv_heads), xxhash.xxh3_64_intdigest(payload.data))
-        return header_state(header.generation, (rect,))
+        rects = [
+            Rect(shard, shard_sum(payload, spec.num_layers, spec.num_kv_heads, shard) if known is None else known)
+            for shard, known in zip(shards, sums, strict=True)
+        ]
+        return header_state(header.generation, tuple(rects))
 
     def _summed(self, transfer: SumBlocks, states: list[bytes | None]) -> None:
         for slot, state in zip(transfer.slots, states, strict=True):
