@@ -15,7 +15,7 @@ from tests.sources import ROOT, parse
 CLOSED = {"COR", "IDN", "HSH", "HNG", "LEK", "RST", "DSK", "TTL"}  # a row waits only for a capability of its own
 CLASSES = CLOSED | {"TPP", "CFG", "INS", "OBS", "PRF", "SEC"}
 CAPABILITIES = {
-    *("ranks", "engine connectors", "nodes", "prefill/decode", "shared pool", "GPU copies", "recurrent layers"),
+    *("engine connectors", "nodes", "prefill/decode", "shared pool", "GPU copies", "recurrent layers"),
     *("compression", "metrics", "packaging", "documentation", "benchmarks"),
 }
 LATER = {"metrics", "documentation", "benchmarks"}  # nothing that a store, daemon, client or SSD must wait for
@@ -128,7 +128,7 @@ def test_the_capabilities_are_those_that_the_page_explains() -> None:
         ),
         ("**waits for: better days**", "waits for better days"),
         ("**waits for: metrics**", "waits for metrics"),
-        ("`test_hit.py::test_two_readers_may_report_one_damage`; **waits for: nodes, ranks**", ""),
+        ("`test_hit.py::test_two_readers_may_report_one_damage`; **waits for: nodes, GPU copies**", ""),
         ("`test_hit.py::test_a_damaged_header_is_a_miss_that_takes_the_subtree_and_heals[0-hash]`", ""),
     ],
 )
