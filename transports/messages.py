@@ -22,8 +22,8 @@ Grammar (one ZeroMQ message each way):
   another rank of the group has begun for the same chain, or begins it; the blocks are sealed by the `commit` that makes
   the ranks' parts whole, and given up for all by the first `abort`, or by the end of a rank's session.
 - Shared leases: `acquired` may carry a `share`. Any process of the node may read on under that number, without a
-  message, while it holds a shared POSIX record lock on byte `share` of the sessions file; the daemon holds all those
-  bytes exclusively, but for the shares of leases that live or are still read.
+  message, while it holds a shared record lock on byte `share` of the sessions file; the daemon holds all those bytes
+  exclusively, but for the shares of leases that live or are still read.
 - Restart: a client that finds a new daemon on the slab it has mapped sends `carry` with all it still holds, in as many
   requests as that takes, before it lets the old session's byte go; until then nothing it may look at is reused.
 - Liveness: a session lives as long as its process holds a POSIX record lock on byte `session & 0xffff` of the

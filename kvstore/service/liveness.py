@@ -7,6 +7,8 @@ Where the kernel vouches for the sender's pid, its pidfd must have fired too bef
 Bytes from the daemon's epoch on stand for shared leases. Their daemon holds them all exclusively, but for those of
 leases that live: whoever gets a shared lock on one reads there as long as he has it, and until then the daemon does not
 get it back. The byte at the epoch itself is nobody's: while it is held, the daemon lives, and so its word counts.
+A reader's lock belongs to an open file description of its own, so that no other code of its process can lose it by
+closing the file; forked children give up their part in that at once.
 """
 
 from __future__ import annotations
@@ -27,15 +29,19 @@ from kvstore.errors import DaemonUnavailable
 _FLOCK = struct.Struct("hhqqi4x")
 
 _held_files: dict[tuple[int, int], int] = {}  # (device, inode) -> the one descriptor of this process, never closed
+_reading_fds: dict[int, int] = {}  # such a descriptor -> another of the same file, for readers' locks, never closed
 _readings: Counter[tuple[int | None, int]] = Counter()  # (descriptor, share) -> readers in this process
 _admitted: set[int] = set()  # shares of stores in this process
-_lock = threading.Lock()  # of all three
+_lock = threading.Lock()  # of all four
 
 
 def _forget_in_child() -> None:
-    """A forked child has the descriptors and none of the locks; and whoever held this one is not there any more."""
+    """A forked child reads nothing: its parent's locks must end with the parent. Nor is whoever held `_lock` there."""
     global _lock
     _lock = threading.Lock()
+    for fd in _reading_fds.values():
+        os.close(fd)
+    _reading_fds.clear()
     _readings.clear()
     _admitted.clear()
 
@@ -127,24 +133,32 @@ def stop_reading(fd: int | None, share: int) -> None:
         if not _readings[fd, share]:
             del _readings[fd, share]
             if fd is not None:
-                let_session_go(fd, share)
+                _set_share(_reading_fds[fd], share, fcntl.F_UNLCK)
 
 
 def _lock_share(fd: int, epoch: int, share: int) -> bool:
     try:
-        fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, share, os.SEEK_SET)
+        if fd not in _reading_fds:
+            _reading_fds[fd] = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        reading_fd = _reading_fds[fd]
+        _set_share(reading_fd, share, fcntl.F_RDLCK)
     except OSError:
         return False
     # Asked after it: the daemon lived when the lock was given, and so it did not hold that byte itself.
-    if _is_locked(fd, epoch):
+    if _is_locked(reading_fd, epoch, fcntl.F_OFD_GETLK):
         return True
-    let_session_go(fd, share)
+    _set_share(reading_fd, share, fcntl.F_UNLCK)
     return False
 
 
-def _is_locked(fd: int, number: int) -> bool:
+def _set_share(reading_fd: int, share: int, kind: int) -> None:
+    fcntl.fcntl(reading_fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, share, 1, 0))
+
+
+def _is_locked(fd: int, number: int, ask: int = fcntl.F_GETLK) -> bool:
+    """Whether somebody else holds the byte: another process or, asked by F_OFD_GETLK, another description."""
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0)
-    return bool(_FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK)
+    return bool(_FLOCK.unpack(fcntl.fcntl(fd, ask, asked))[0] != fcntl.F_UNLCK)
 
 
 def hold_session(path: Path, number: int) -> int:
