@@ -32,6 +32,9 @@ class RankGroup(Struct, frozen=True, kw_only=True):
             msgspec.convert(msgspec.structs.asdict(self), RankGroup, strict=True)
         except msgspec.ValidationError as exc:
             raise SpecMismatch(f"invalid RankGroup: {exc}") from exc
+        for name, given in (("layers", self.layers), ("heads", self.heads)):
+            if not isinstance(given, tuple):  # a list would do as a range, but has no hash
+                raise SpecMismatch(f"invalid RankGroup: {name}={given!r} is no tuple")
         if not self.group_id or any("\ud800" <= each <= "\udfff" for each in self.group_id):
             raise SpecMismatch(f"invalid RankGroup: group_id={self.group_id!r} is no name")
         require_part(spec, self.shard)

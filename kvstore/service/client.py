@@ -163,7 +163,7 @@ class Cache:
             return Hit(None, None, None)
         if (known.epoch, known.fingerprint) != (session.welcome.epoch, self.spec.fingerprint):
             return Hit(None, None, None)
-        prompt = Prompt(self.spec, at.hash_kind, np.frombuffer(known.tokens, "<u4"), known.keys)
+        prompt = Prompt(self.spec, at.hash_kind, np.frombuffer(known.tokens, "<u4"), known.keys, known.hashes)
         hold = Hold(self._client, self._link, session)
         hit = Hit(prompt, hold, self._shard, is_shared=True)
         is_there = hold.read_under(known.share)

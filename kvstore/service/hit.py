@@ -131,10 +131,10 @@ class Hit:
         if not num_tokens or not self._share or self.is_over:
             return b""
         prompt, num_blocks = self.prompt, -(-num_tokens // self.prompt.spec.block_tokens)
-        tokens, keys = prompt.leading(num_blocks)
         ready, slots = min(self._ready, num_blocks), self._slots[: 4 * num_blocks]
         epoch, fingerprint = self.hold.session.welcome.epoch, prompt.spec.fingerprint
-        return encode_ticket(Ticket(FORMAT, epoch, self._share, fingerprint, num_tokens, ready, slots, tokens, keys))
+        facts = epoch, self._share, fingerprint, num_tokens, ready, slots
+        return encode_ticket(Ticket(FORMAT, *facts, *prompt.leading(num_blocks)))
 
     @property
     def verified_tokens(self) -> int:

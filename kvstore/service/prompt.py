@@ -34,8 +34,13 @@ class Prompt:
     Whole grains only for opaque layouts; what exceeds the protocol's bounds is left out, since it may be forgotten.
     """
 
-    def __init__(self, spec: KVSpec, kind: HashKind, token_ids: Any, extra_keys: ExtraKeys) -> None:
-        """`token_ids`: ints in [0, 2^32 - 2], a sequence or a one-dimensional integer array. ValueError, TypeError."""
+    def __init__(
+        self, spec: KVSpec, kind: HashKind, token_ids: Any, extra_keys: ExtraKeys, hashes: bytes | None = None
+    ) -> None:
+        """`token_ids`: ints in [0, 2^32 - 2], a sequence or a one-dimensional integer array. ValueError, TypeError.
+
+        `hashes`: of its blocks, where they are known.
+        """
         tokens = token_bytes(token_ids)
         keys = normalise_keys(extra_keys)
         num_tokens = min(len(tokens) // 4, TOKENS_MAX, BLOCKS_MAX * spec.block_tokens)
@@ -46,7 +51,9 @@ class Prompt:
         self.num_blocks = -(-num_tokens // spec.block_tokens)
         self._root = root_hash(spec.fingerprint, kind)
         self._keys = keys_in(keys, 0, num_tokens)
-        self.hashes = hash_prefix(self._root, self.tokens, spec.block_tokens, kind, self._keys)
+        if hashes is None:
+            hashes = hash_prefix(self._root, self.tokens, spec.block_tokens, kind, self._keys)
+        self.hashes = hashes
 
     @property
     def key_facts(self) -> list[tuple[int, bytes]]:
@@ -66,10 +73,11 @@ class Prompt:
             return b""
         return self.symbols(self.num_blocks - 1)
 
-    def leading(self, num_blocks: int) -> tuple[bytes, list[tuple[int, bytes]]]:
-        """Query. Tokens (u32le) and extra keys of the first blocks: a prompt of them names these blocks the same."""
+    def leading(self, num_blocks: int) -> tuple[bytes, bytes, list[tuple[int, bytes]]]:
+        """Query. Hashes, tokens (u32le) and extra keys of the first blocks: a prompt of them is of the same blocks."""
         num_tokens = min(self.num_tokens, num_blocks * self.spec.block_tokens)
-        return self.tokens[: 4 * num_tokens], list(keys_in(self._keys, 0, num_tokens))
+        hashes, tokens = self.hashes[: num_blocks * HASH_NBYTES], self.tokens[: 4 * num_tokens]
+        return hashes, tokens, list(keys_in(self._keys, 0, num_tokens))
 
     def block_hash(self, block: int) -> bytes:
         """Query."""

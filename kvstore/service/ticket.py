@@ -14,7 +14,7 @@ FORMAT = 1
 
 
 class Ticket(Struct, frozen=True, array_like=True):
-    """A shared lease. `tokens`, `keys`: of the leased blocks, whole; of the last one `num_tokens` may tell fewer.
+    """A shared lease. `hashes`, `tokens`, `keys`: of the leased blocks, whole; `num_tokens` may tell fewer of the last.
 
     `share`: of the daemon of this `epoch`. `ready`: so many blocks had their bytes when it was written.
     """
@@ -26,12 +26,13 @@ class Ticket(Struct, frozen=True, array_like=True):
     num_tokens: wire.Count
     ready: wire.Count
     slots: wire.Slots
+    hashes: wire.Hashes
     tokens: wire.Tokens
     keys: Annotated[list[tuple[wire.Count, bytes]], Meta(max_length=wire.KEYS_MAX)]
 
     def __post_init__(self) -> None:
-        if len(self.slots) % 4 or len(self.tokens) % 4:
-            raise ValueError("slots and tokens are of 4 bytes each")
+        if len(self.slots) % 4 or len(self.tokens) % 4 or len(self.hashes) != 4 * len(self.slots):
+            raise ValueError("slots and tokens are of 4 bytes each, and there is a hash of 16 for every slot")
 
 
 _decoder = msgspec.msgpack.Decoder(Ticket)
