@@ -18,30 +18,30 @@ from transports.messages import DIGEST_NBYTES, MESSAGE_NBYTES_MAX, Message, Repl
 GOLDEN: dict[str, str] = json.loads((Path(__file__).parent / "vectors" / "messages.json").read_text())
 KINDS: list[type[Message]] = list(get_args(wire.AnyMessage))
 
-SESSION, LEASE = 5 << 16 | 3, 77
+SESSION, LEASE, SHARE = 5 << 16 | 3, 77, 1234567890123456791
 HASHES, TOKENS, SLOTS = bytes(range(32)), bytes(range(40)), bytes(range(8))
 KEYS = [(3, bytes(range(16)))]
 SAMPLES: list[Message] = [
     wire.Hello(1, 1, 1, SESSION, 1234567890123456789),
-    wire.Attach(2, SESSION, b"\x81\xa5model\xa1m"),
+    wire.Attach(2, SESSION, b"\x81\xa5model\xa1m", "tp2", (0, 32), (4, 8)),
     wire.Find(3, SESSION, 7, HASHES, TOKENS, KEYS),
-    wire.Acquire(4, SESSION, 7, LEASE, HASHES, TOKENS, KEYS),
-    wire.Reserve(5, SESSION, 7, LEASE, HASHES, 64, b"tail"),
-    wire.Commit(6, SESSION, LEASE, b"\x01\x00", True, -1, 30.5, 128),
+    wire.Acquire(4, SESSION, 7, LEASE, HASHES, TOKENS, KEYS, True),
+    wire.Reserve(5, SESSION, 7, LEASE, HASHES, 64, b"tail", 3),
+    wire.Commit(6, SESSION, LEASE, b"\x01\x00", True, -1, 30.5, 128, bytes(range(16))),
     wire.Clear(7, SESSION, 7),
     wire.GetStatus(8),
-    wire.Wait(9, SESSION, LEASE, 12, 100.0),
+    wire.Wait(9, SESSION, LEASE, 12, 100.0, SHARE),
     wire.Carry(10, SESSION, [(LEASE, SLOTS), (78, b"")]),
     wire.Release(SESSION, [1, LEASE, (1 << 63) - 1]),
     wire.Abort(SESSION, LEASE),
-    wire.Discard(SESSION, LEASE, 3, "header"),
+    wire.Discard(SESSION, LEASE, 3, "header", SHARE),
     wire.Prefetch(SESSION, 7, HASHES, TOKENS, KEYS),
     wire.Report(SESSION, 7, 1500, 812.25, 850.5),
     wire.Goodbye(SESSION),
     wire.Welcome(1, 1, 1234567890123456789, SESSION, "/dev/shm/x/slab", "/dev/shm/x/sessions", True, True),
-    wire.Attached(2, 7, "xxh3-128"),
+    wire.Attached(2, 7, "xxh3-128", 3),
     wire.Found(3, 1500),
-    wire.Acquired(4, 100, SLOTS, 1),
+    wire.Acquired(4, 100, SLOTS, 1, SHARE),
     wire.Reserved(5, 64, SLOTS, 1234567890123456790, 2),
     wire.Committed(6, 2),
     wire.Done(7),
@@ -111,6 +111,13 @@ def test_fields_with_defaults_may_be_missing_and_unknown_ones_follow() -> None:
         wire.Release(SESSION, [-1]),
         wire.Reserve(1, SESSION, 0, 1, b"", 0, bytes(4097)),
         wire.Attach(1, SESSION, bytes(wire.SPEC_NBYTES_MAX + 1)),
+        wire.Attach(1, SESSION, b"", "x" * 4097),
+        wire.Attach(1, SESSION, b"", "g", (-1, 1)),
+        wire.Attach(1, SESSION, b"", "g", (0, 1), (0, 1 << 32)),
+        wire.Reserve(1, SESSION, 0, 1, b"", 0, b"", -1),
+        wire.Commit(1, SESSION, 1, b"\1", sums=bytes(8 * wire.BLOCKS_MAX + 8)),
+        wire.Wait(1, SESSION, 1, 1, 0.0, -1),
+        wire.Acquired(1, 1, b"", 0, 1 << 63),
         wire.Discard(SESSION, 1, 0, "x" * 4097),
         wire.Find(1, SESSION, 0, b"", b"", [(0, bytes(16))] * (wire.KEYS_MAX + 1)),
         wire.Find(1, SESSION, 0, b"", b"", [(0, bytes(15))]),
@@ -139,7 +146,7 @@ def test_bounds_themselves_are_allowed() -> None:
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: type(sample).__name__)
 def test_packed_fields_hold_whole_elements(sample: Message) -> None:
     """SEC: half a token or slot number would break whoever reads them as an array."""
-    widths = {"hashes": 16, "tokens": 4, "slots": 4}
+    widths = {"hashes": 16, "tokens": 4, "slots": 4, "sums": 8}
     fields = [field.name for field in msgspec.structs.fields(type(sample))]
     tag: Any = type(sample).__struct_config__.tag
     for name in widths.keys() & set(fields):
