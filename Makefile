@@ -2,7 +2,7 @@
 PYTHON ?= python3
 STEPS ?= 100000
 SECONDS ?= 60
-BENCHMARKS ?= multi_turn copy_rate restart
+BENCHMARKS ?= multi_turn copy_rate restart ranks
 
 PY := .venv/bin/python
 INSTALLED := .venv/.stamp-installed

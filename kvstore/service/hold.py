@@ -7,7 +7,6 @@ reference to an array or a slice dies while its views live on.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import weakref
 from mmap import mmap
@@ -19,7 +18,6 @@ import numpy.typing as npt
 from kvstore.service.link import LEASE, RESERVATION, Holding, Link, Session
 
 log = logging.getLogger("kvstore")
-Buffer = ctypes.Array[ctypes.c_char]
 Array = npt.NDArray[np.generic]
 
 
@@ -76,12 +74,19 @@ class Hold:
         ValueError once the hold has ended, and in a forked child: the slot may be another block's by then.
         """
         buffer = self.session.slab.payload_buffer(offset, nbytes)
-        self._lent[id(buffer)] = _Lent(buffer, self)
-        if not self._lends or not self.link.is_own_process:  # asked last: another thread may end it at any moment
-            raise ValueError("the lease or reservation of this block has ended")
+        self._last_as_long_as(buffer)
         array: Array = np.ndarray(shape, dtype, cast("mmap", buffer))  # numpy's stubs do not know ctypes
         array.flags.writeable = writeable
         return array
+
+    def grip(self) -> object:
+        """Changes state. The hold lasts while what this gives lives: for bytes that are used here and not lent.
+
+        ValueError as `lend`.
+        """
+        grip = _Grip()
+        self._last_as_long_as(grip)
+        return grip
 
     def receive(self, slots: bytes) -> bool:
         """Changes state. The daemon's answer. False if another daemon has taken over since, which never heard of it."""
@@ -119,21 +124,32 @@ class Hold:
         if self._let_go and not self._lent:
             self._end()
 
+    def _last_as_long_as(self, thing: object) -> None:
+        self._lent[id(thing)] = _Lent(thing, self)
+        if not self._lends or not self.link.is_own_process:  # asked last: another thread may end it at any moment
+            raise ValueError("the lease or reservation of this block has ended")
+
     def _end(self) -> None:
         self.session.lingering.discard(self)
         self.session.end(self.number, *self._ends)
 
 
-class _Lent(weakref.ref[Buffer]):
-    """A lent buffer. It knows the Hold that the buffer comes back to."""
+class _Grip:
+    """Stands for bytes in use."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Lent(weakref.ref[object]):
+    """A lent buffer, or a grip. It knows the Hold that this comes back to."""
 
     __slots__ = ("hold", "number")
     hold: Hold
     number: int
 
-    def __new__(cls, buffer: Buffer, hold: Hold) -> _Lent:
-        lent = super().__new__(cls, buffer, _say_returned)
-        lent.hold, lent.number = hold, id(buffer)
+    def __new__(cls, thing: object, hold: Hold) -> _Lent:
+        lent = super().__new__(cls, thing, _say_returned)
+        lent.hold, lent.number = hold, id(thing)
         return lent
 
 

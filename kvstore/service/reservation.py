@@ -39,9 +39,11 @@ class WritableBlock:
     @property
     def array(self) -> Array:
         """Writable, on the slab, shaped like a hit's. Its checksum is made after commit, off the critical path."""
-        array = self._lend()
+        spec, count = self._spec, self.num_tokens
+        nbytes, shape = spec.payload_nbytes(count), spec.array_shape(count)
+        array = self._hold.lend(self.offset, nbytes, spec.numpy_dtype, shape, writeable=True)
         self.is_filled, self.sum = True, None
-        return array
+        return part_of(array, self._shard)
 
     def write(self, source: npt.ArrayLike) -> None:
         """Changes state. Copy `source` and sum it in one pass.
@@ -49,13 +51,9 @@ class WritableBlock:
         It has this block's shape, any strides, and the spec's dtype or one of the same width, whose bits are taken.
         ValueError on anything else, and after the reservation has ended.
         """
-        # Lent for as long as the copy takes: an abort by another thread must not free the slot under it.
-        target = self._lend()
-        given = np.asarray(source)
-        same_width = given.dtype.itemsize == target.dtype.itemsize and given.dtype.isnative
-        if given.shape != target.shape or not same_width:
-            raise ValueError(f"block.write wants {target.shape} of {target.dtype}, not {given.shape} of {given.dtype}")
-        bits = given if given.dtype == target.dtype else given.view(target.dtype)
+        _grip = self._hold.grip()  # until the copy is done: an abort by another thread must not free the slot under it
+        target = self._target()
+        bits = _bits_like(np.asarray(source), target)
         self.is_filled, self.sum = False, None  # until all is copied: an interrupted rewrite leaves no block
         if self._hold.session.welcome.checksums:
             self.sum = _copy_and_sum(bits, target)
@@ -63,11 +61,20 @@ class WritableBlock:
             np.copyto(target, bits)
         self.is_filled = True
 
-    def _lend(self) -> Array:
+    def _target(self) -> Array:
         spec, count = self._spec, self.num_tokens
-        nbytes, shape = spec.payload_nbytes(count), spec.array_shape(count)
-        array = self._hold.lend(self.offset, nbytes, spec.numpy_dtype, shape, writeable=True)
-        return part_of(array, self._shard)
+        payload = self._hold.session.slab.payload(self.offset, spec.payload_nbytes(count))
+        return part_of(payload.view(spec.numpy_dtype).reshape(spec.array_shape(count)), self._shard)
+
+
+def _bits_like(given: Array, target: Array) -> Array:
+    """What is to be copied. ValueError: it does not fit."""
+    if given.shape == target.shape:
+        if given.dtype == target.dtype:
+            return given
+        if given.dtype.itemsize == target.dtype.itemsize and given.dtype.isnative:
+            return given.view(target.dtype)
+    raise ValueError(f"block.write wants {target.shape} of {target.dtype}, not {given.shape} of {given.dtype}")
 
 
 def _copy_and_sum(source: Array, target: Array) -> int:
@@ -77,13 +84,13 @@ def _copy_and_sum(source: Array, target: Array) -> int:
     """
     if not source.flags.c_contiguous:
         return _copy_and_sum_rows(source, target)
+    if source.nbytes <= PIECE_NBYTES:
+        value = xxhash.xxh3_64_intdigest(source.data)
+        np.copyto(target, source)
+        return value
     if target.flags.c_contiguous:
         source, target = source.reshape(-1).view(np.uint8), target.reshape(-1).view(np.uint8)
     step = max(1, PIECE_NBYTES * len(source) // source.nbytes)
-    if len(source) <= step:
-        value = xxhash.xxh3_64_intdigest(source.reshape(-1).view(np.uint8).data)
-        np.copyto(target, source)
-        return value
     total = xxhash.xxh3_64()
     for at in range(0, len(source), step):
         piece = source[at : at + step]
