@@ -164,11 +164,7 @@ def hash_prefix(
     assert len(parent) == HASH_NBYTES
     assert first_token % block_tokens == 0
     digest = _DIGESTS[kind]
-    hashes = []
-    for body in _bodies(tokens, block_tokens, keys, first_token):
-        parent = digest(parent + body)
-        hashes.append(parent)
-    return b"".join(hashes)
+    return b"".join([parent := digest(parent + body) for body in _bodies(tokens, block_tokens, keys, first_token)])
 
 
 def _bodies(tokens: bytes, block_tokens: int, keys: Keys, first_token: int) -> list[bytes]:
@@ -178,8 +174,7 @@ def _bodies(tokens: bytes, block_tokens: int, keys: Keys, first_token: int) -> l
     rows = np.zeros((num_whole, block_tokens + 2), "<u4")  # num_tokens | token ids | num_keys = 0
     rows[:, 0] = block_tokens
     rows[:, 1:-1] = np.frombuffer(tokens, "<u4", num_whole * block_tokens).reshape(num_whole, block_tokens)
-    packed, step = rows.tobytes(), rows.itemsize * rows.shape[1]
-    bodies = [packed[at : at + step] for at in range(0, len(packed), step)]
+    bodies = _cut(rows, rows.itemsize * rows.shape[1])
     if num_whole * block_nbytes < len(tokens):
         bodies.append(_body(tokens[num_whole * block_nbytes :], NO_KEYS))
     own_keys = keys_in(keys, first_token, first_token + len(tokens) // TOKEN_NBYTES)
@@ -187,6 +182,12 @@ def _bodies(tokens: bytes, block_tokens: int, keys: Keys, first_token: int) -> l
         block_keys = keys_in(own_keys, block * block_tokens, (block + 1) * block_tokens)
         bodies[block] = _body(tokens[block * block_nbytes : (block + 1) * block_nbytes], block_keys)
     return bodies
+
+
+def _cut(packed: bytes | NDArray[Any], width: int) -> list[bytes]:
+    """Pieces of `width` bytes each; numpy cuts several times as fast as slices in Python."""
+    pieces: list[bytes] = np.frombuffer(packed, f"V{width}").tolist()
+    return pieces
 
 
 def _body(tokens: bytes, keys: Keys) -> bytes:
@@ -209,15 +210,18 @@ def context_digests(tokens: bytes, block_tokens: int, keys: Keys = NO_KEYS) -> l
     One pass, about 0.15 us a block: what has been fed stays in the state, of which a digest is taken before each block.
     """
     width = block_tokens * TOKEN_NBYTES
+    pieces = _cut(tokens[: len(tokens) // width * width], width)
+    if len(tokens) % width:
+        pieces.append(tokens[len(pieces) * width :])
     blocks_with_keys = {start // block_tokens for start, _ in keys}
     state = xxhash.xxh3_64()
-    contexts = []
-    for block, at in enumerate(range(0, len(tokens), width)):
-        contexts.append(state.intdigest())
-        state.update(tokens[at : at + width])
+    update, digest, contexts = state.update, state.intdigest, []
+    for block, piece in enumerate(pieces):
+        contexts.append(digest())
+        update(piece)
         if block in blocks_with_keys:
             first, last = bisect_left(keys, (block * block_tokens,)), bisect_left(keys, ((block + 1) * block_tokens,))
-            state.update(_KEY_MARKER + _packed_keys(keys[first:last]))  # no token id equals the marker
+            update(_KEY_MARKER + _packed_keys(keys[first:last]))  # no token id equals the marker
     return contexts
 
 
