@@ -212,10 +212,10 @@ class Slab:
         arriving = self.tables.slots["state"][np.frombuffer(slots, "<u4")] == ARRIVING
         return int(arriving.argmax()) if arriving.any() else len(arriving)
 
-    def read_rows(self, offsets: npt.NDArray[np.int64], nbytes: int) -> npt.NDArray[np.uint8]:
-        """Query. The first bytes of many slots: [B, nbytes], copied."""
-        rows: npt.NDArray[np.uint8] = self._bytes[offsets[:, None] + np.arange(nbytes)]
-        return rows
+    def heads(self, offsets: npt.NDArray[np.int64], nbytes: int) -> npt.NDArray[np.uint8]:
+        """Query. The first bytes of many slots, not more than a page of each: [B, nbytes], copied."""
+        pages = np.ndarray(self.geometry.file_nbytes // PAGE_NBYTES, f"V{nbytes}", self._map, 0, (PAGE_NBYTES,))
+        return pages[offsets // PAGE_NBYTES].view(np.uint8).reshape(len(offsets), nbytes)
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Query. A copy of some bytes."""

@@ -30,14 +30,14 @@ class Block:
 
     __slots__ = ("_hold", "_offset", "_prompt", "_shard", "_stored_tokens", "num_tokens", "start")
 
-    def __init__(self, hit: Hit, number: int, num_tokens: int, stored_tokens: int) -> None:
+    def __init__(self, hit: Hit, number: int) -> None:
         self._prompt = hit.prompt
         self._hold = hit.hold
         self._shard = hit.shard
         self._offset = hit.offsets[number]
-        self._stored_tokens = stored_tokens
+        self._stored_tokens = hit.stored_tokens[number]
         self.start = number * hit.prompt.spec.block_tokens
-        self.num_tokens = num_tokens
+        self.num_tokens = min(hit.verified_tokens - self.start, hit.prompt.spec.block_tokens)
 
     @property
     def array(self) -> Array:
@@ -87,7 +87,9 @@ class Hit:
         self._ready = 0  # blocks whose bytes are in memory
         self._no_more = False  # the rest of them will not come
         self._progress: Pending | None = None  # a question how far they are
-        self._verified: list[Block] = []
+        self.stored_tokens: list[
+            int
+        ] = []  # per verified block, how many tokens its slot holds: as many as ours or more
         self._is_final = prompt is None
         self._busy = threading.Lock()  # of the thread that settles or verifies
 
@@ -139,7 +141,7 @@ class Hit:
     @property
     def verified_tokens(self) -> int:
         """Tokens verified so far."""
-        return self._verified[-1].start + self._verified[-1].num_tokens if self._verified else 0
+        return min(self._planned, len(self.stored_tokens) * self.prompt.spec.block_tokens) if self.stored_tokens else 0
 
     def ready(self) -> bool:
         """Changes state. Whether `wait` would return at once; never waits."""
@@ -174,9 +176,9 @@ class Hit:
         if not self._settle(due_ms - self._now_ms()):
             self._give_up()
         at = 0
-        while at < len(self._verified) or self._advance(at + 1, due_ms):
-            if at < len(self._verified):
-                yield self._verified[at]
+        while at < len(self.stored_tokens) or self._advance(at + 1, due_ms):
+            if at < len(self.stored_tokens):
+                yield Block(self, at)
                 at += 1
         self._is_final = True
 
@@ -273,7 +275,7 @@ class Hit:
         with self._busy:
             if self._is_final:
                 return False
-            if len(self._verified) < self._ready and self._verify():
+            if len(self.stored_tokens) < self._ready and self._verify():
                 return True
             if self._is_all_there or self._now_ms() >= due_ms:
                 return False
@@ -324,24 +326,24 @@ class Hit:
 
         The first one that is wrong ends the hit and is reported.
         """
-        block_tokens, first = self.prompt.spec.block_tokens, len(self._verified)
+        block_tokens, first = self.prompt.spec.block_tokens, len(self.stored_tokens)
         # The slab's own table tells what is on its way up, whatever a damaged answer says.
         end = first + self.hold.session.slab.num_arrived(self._slots[4 * first : 4 * self._ready])
         if self._sums:
             end = min(end, first + max(1, SUMMED_NBYTES // self.prompt.spec.block_nbytes))
         self._verify_whole_blocks(end)
-        for number in range(len(self._verified), end):
+        for number in range(len(self.stored_tokens), end):
             num_tokens = min(self._planned - number * block_tokens, block_tokens)
-            stored_tokens = self._stored_tokens(number, num_tokens)
+            stored_tokens = self._tokens_in(number, num_tokens)
             if stored_tokens is None or not self._is_payload_right(number, stored_tokens):
-                self._no_more, self._ready = True, len(self._verified)
+                self._no_more, self._ready = True, len(self.stored_tokens)
                 reason = "header" if stored_tokens is None else "payload"
                 if self.hold.can_be_told:
                     at = self.hold.session.id, self.hold.number
                     self.hold.link.notify(wire.Discard(*at, number, reason, self._share))
                 break
-            self._verified.append(Block(self, number, num_tokens, stored_tokens))
-        return len(self._verified) > first
+            self.stored_tokens.append(stored_tokens)
+        return len(self.stored_tokens) > first
 
     @property
     def _sums(self) -> bool:
@@ -367,22 +369,22 @@ class Hit:
 
     def _verify_whole_blocks(self, end: int) -> None:
         """All whole blocks before `end`, in one comparison, up to the first that is not right."""
-        block_tokens, first = self.prompt.spec.block_tokens, len(self._verified)
+        block_tokens, first = self.prompt.spec.block_tokens, len(self.stored_tokens)
         end = min(self._planned // block_tokens, end)
         expected = self.prompt.whole_identities
         if expected is None or first >= end:
             return
         expected = expected[first:end]
-        nbytes = expected.dtype.itemsize
-        found = self.hold.session.slab.read_rows(np.array(self.offsets[first:end]), nbytes)
-        same = (found == expected.view(np.uint8).reshape(end - first, nbytes)).all(axis=1)
-        right = end - first if same.all() else int(same.argmin())
-        for number in range(first, first + right):
-            if not self._is_payload_right(number, block_tokens):
-                break
-            self._verified.append(Block(self, number, block_tokens, block_tokens))
+        rows = expected.view("<u4").reshape(end - first, -1)
+        found = self.hold.session.slab.heads(np.array(self.offsets[first:end]), expected.dtype.itemsize).view("<u4")
+        right = end - first
+        if not np.array_equal(found, rows):
+            right = int((found == rows).all(axis=1).argmin())
+        if self._sums:
+            right = next((at for at in range(right) if not self._is_payload_right(first + at, block_tokens)), right)
+        self.stored_tokens.extend([block_tokens] * right)
 
-    def _stored_tokens(self, number: int, num_tokens: int) -> int | None:
+    def _tokens_in(self, number: int, num_tokens: int) -> int | None:
         """Tokens of the slot's block; None if its header neither names this prompt's block nor begins like it."""
         slab, offset = self.hold.session.slab, self.offsets[number]
         identity = self.prompt.identity(number)
