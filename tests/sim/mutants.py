@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import kvstore.core.store
+from kvstore.core.filling import Filling
 from kvstore.core.layout import HEADER_NBYTES, parse_header
 from kvstore.core.leases import Session
 from kvstore.core.loads import Loads
@@ -68,7 +69,7 @@ def _patched(target: object, name: str, thing: object) -> Any:
 
 
 def _checksum_off() -> Any:
-    return mock.patch("kvstore.service.disk_moves._is_whole", lambda *_: True)
+    return mock.patch("kvstore.service.disk_moves.is_whole", lambda *_: True)
 
 
 @contextmanager
@@ -97,10 +98,10 @@ def _seal_off() -> Any:
     """All that was reserved gets its name, whole or not."""
     real = Store.commit
 
-    def commit(store: Store, session_id: int, number: int, summed: bytes, *, keep: bool = False) -> int:
-        reservation = store.session(session_id).reservations.get(number)
-        summed = summed.ljust(len(reservation.slots), b"\1") if reservation else summed
-        return real(store, session_id, number, summed, keep=keep)
+    def commit(store: Store, session_id: int, number: int, summed: bytes, **more: Any) -> int:
+        part = store.session(session_id).reservations.get(number)
+        summed = summed.ljust(len(part.reservation.slots), b"\1") if part else summed
+        return real(store, session_id, number, summed, **more)
 
     return _patched(Store, "commit", commit)
 
@@ -204,12 +205,12 @@ def _keys_off() -> Any:
 
 
 def _unpin_off() -> Any:
-    def end_reservation(store: Store, session: Session, number: int) -> Any:
-        reservation = session.pop_reservation(number)
-        assert reservation is not None
-        return reservation.slots
+    def end_part(_: Filling, session: Session, number: int) -> Any:
+        part = session.pop_part(number)
+        assert part is not None
+        return part.reservation.slots
 
-    return _patched(Store, "_end_reservation", end_reservation)
+    return _patched(Filling, "end_part", end_part)
 
 
 def _release_off() -> Any:

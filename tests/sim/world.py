@@ -265,9 +265,10 @@ class World:
         """LEK: what is pinned is so by a lease, a reservation or a move that has not ended."""
         store = self.service.store
         pins = [pin for session in store.sessions for lease in session.leases.values() for pin in lease.pins]
-        pins += [each.parent for session in store.sessions for each in session.reservations.values()]
+        pins += [each.parent for each in store.filling.open_reservations()]
+        pins += [pin for lease in store.shares.read_on for pin in lease.pins]
         moving = store.lower.pins[0] if store.lower is not None else []  # those below: in store.check
-        store.memory.tree.check([*pins, *store._summing.values(), *moving])
+        store.memory.tree.check([*pins, *store.filling.sums.pins, *moving])
 
     def _check_sessions(self) -> None:
         """LEK: no lease, no reservation without an owner that lives, or whose death the daemon has yet to see; and
@@ -575,7 +576,7 @@ class World:
     @property
     def _is_at_rest(self) -> bool:
         store = self.service.store
-        if store.lower is None or store._quarantine or store._summing or not self.node.daemon.movers.is_idle:
+        if store.lower is None or store._quarantine or store.filling.sums.pins or not self.node.daemon.movers.is_idle:
             return False
         return store.lower.writes.is_idle and not store.lower.loads.pins and not store.lower.tier.has_parked
 
