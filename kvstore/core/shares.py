@@ -12,7 +12,6 @@ from typing import Protocol
 
 from kvstore.core.leases import Lease, Session
 from kvstore.core.stats import Stats
-from kvstore.core.tier import Tier
 
 SHARES_MAX = 4096  # what the kernel has to look through grows with them: 80 us for both ends of a share at this many
 LOOK_MS = 20.0  # between two looks whether somebody still reads
@@ -31,9 +30,8 @@ class Readers(Protocol):
 class Shares:
     """All shared leases that live, or are still read."""
 
-    def __init__(self, memory: Tier, stats: Stats, readers: Readers | None, last: int) -> None:
+    def __init__(self, stats: Stats, readers: Readers | None, last: int) -> None:
         """`readers`: without them nothing is shared. `last`: the last number that was ever given."""
-        self._memory = memory
         self._stats = stats
         self._readers = readers
         self._last = last
@@ -56,7 +54,7 @@ class Shares:
         return self._leases.get(share)
 
     def ends(self, lease: Lease, session: Session, now_ms: float) -> bool:
-        """Changes state. A lease ends for its owner; whether it does for everybody, so that its pins may go."""
+        """Changes state. A lease ends for its owner; whether it does for everybody."""
         if not lease.share or self._is_dismissed(lease.share):
             return True
         session.held_nbytes += lease.nbytes  # its bytes count on, or sharing would be a way to hold all there is
@@ -64,22 +62,23 @@ class Shares:
         self._due_ms = min(self._due_ms, now_ms + LOOK_MS)
         return False
 
-    def on_time(self, sessions: Mapping[int, Session], now_ms: float) -> None:
-        """Changes state. Leases that are not read any more end for good."""
+    def take_ended(self, sessions: Mapping[int, Session], now_ms: float) -> list[Lease]:
+        """Changes state. Leases that are not read any more: they have ended for everybody."""
+        ended: list[Lease] = []
         if now_ms < self._due_ms:
-            return
+            return ended
         for share, session_id in list(self._owner.items()):
             lease = self._leases[share]
             if self._is_dismissed(share):
                 del self._owner[share]
                 if session_id in sessions:
                     sessions[session_id].held_nbytes -= lease.nbytes
-                for pin in lease.pins:
-                    self._memory.unpin(pin)
+                ended.append(lease)
         self._due_ms = now_ms + LOOK_MS if self._owner else math.inf
+        return ended
 
     def next_deadline_ms(self) -> float | None:
-        """Query. When `on_time` has something to do."""
+        """Query. When `take_ended` has something to say."""
         return self._due_ms if self._due_ms < math.inf else None
 
     @property

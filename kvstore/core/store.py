@@ -92,7 +92,7 @@ class Store:
         self._free_numbers = list(range(SESSIONS_MAX))[::-1]
         self._last_session = generation >> SESSION_ID_SHIFT  # so no id of an earlier daemon is used again
         self._quarantine: deque[tuple[float, array[int]]] = deque()
-        self.shares = Shares(self.memory, self.stats, readers, generation)
+        self.shares = Shares(self.stats, readers, generation)
         self.filling = Filling(
             self.memory,
             self.stats,
@@ -422,7 +422,8 @@ class Store:
         while self._quarantine and self._quarantine[0][0] <= now_ms:
             self.memory.let_go(self._quarantine.popleft()[1])
         self.filling.on_time(now_ms)
-        self.shares.on_time(self._sessions, now_ms)
+        for lease in self.shares.take_ended(self._sessions, now_ms):
+            self._end_for_all(lease)
         self.watch.on_time(now_ms)
 
     def check(self) -> None:
@@ -538,7 +539,7 @@ class Store:
         num_blocks = match.num_blocks + (match.partial is not None)
         room = self._room_blocks(session, entry)
         if room < num_blocks:
-            room += self.memory.held_blocks(match, _pins_of(session))
+            room += self.memory.held_blocks(match, [pin for lease in self._leases_of(session) for pin in lease.pins])
         return room
 
     def _room_blocks(self, session: Session, entry: SpecEntry) -> int:
@@ -554,10 +555,14 @@ class Store:
     def _distinct_nbytes(self, session: Session) -> int:
         nbytes = sum(each.nbytes for each in {part.reservation for part in session.reservations.values()})
         by_size: dict[int, list[Pin]] = {}
-        for lease in (*session.leases.values(), *self.shares.read_on_from(session.id)):
+        for lease in self._leases_of(session):
             nbytes += len(lease.private) * lease.slot_nbytes
             by_size.setdefault(lease.slot_nbytes, []).extend(lease.pins)
         return nbytes + sum(size * self.memory.distinct_blocks(pins) for size, pins in by_size.items())
+
+    def _leases_of(self, session: Session) -> list[Lease]:
+        """All that count as its own, those that only others read included."""
+        return [*session.leases.values(), *self.shares.read_on_from(session.id)]
 
     def _lease_at(self, session_id: int, lease_id: int, share: int) -> Lease | None:
         """The caller's lease of this id; or somebody's that it reads on under."""
@@ -569,11 +574,14 @@ class Store:
         lease = session.pop_lease(lease_id)
         if lease is None:
             return None
-        self.watch.end(lease)
         if self.shares.ends(lease, session, self.now_ms):
-            for pin in lease.pins:
-                self.memory.unpin(pin)
+            self._end_for_all(lease)
         return lease
+
+    def _end_for_all(self, lease: Lease) -> None:
+        self.watch.end(lease)
+        for pin in lease.pins:
+            self.memory.unpin(pin)
 
     def _carry(self, session: Session, takeover: Takeover, number: int, slots: bytes, ours: set[int]) -> None:
         size, named = self.memory.of_one_class(slots)
@@ -625,10 +633,6 @@ def _in_grains(entry: SpecEntry, match: Match) -> Match:
     """Opaque layouts share whole grains only."""
     tokens = match.partial_tokens // entry.spec.grain_tokens * entry.spec.grain_tokens
     return match._replace(partial=match.partial if tokens else None, partial_tokens=tokens)
-
-
-def _pins_of(session: Session) -> list[Pin]:
-    return [pin for lease in session.leases.values() for pin in lease.pins]
 
 
 def _slot_at(slots: bytes, block: int) -> int:

@@ -6,6 +6,8 @@ becomes free is not reused, and nothing is evicted. Slots that were free are fre
 
 What a client names is pinned where it is a block that can be found. All else is kept: reserved slots, blocks that left
 the tree, before the restart or after it. Several may name the same slot; it is free once all of them have let it go.
+Slots that were reserved wait for a quarantine besides, claimed or not: of the ranks that filled them one may be dead,
+and what its device still writes must not land under another name.
 """
 
 from __future__ import annotations
@@ -90,7 +92,7 @@ class Takeover:
                 self.reserved.add(slot)
 
     def unclaimed(self) -> array[int]:
-        """Changes state. Reserved slots that nobody claimed, once nobody is left who could."""
+        """Changes state. Slots that were reserved, claimed or not, once nobody is left who could claim them."""
         if self._strangers:
             return array("I")
         slots, self.reserved = array("I", sorted(self.reserved)), set()
@@ -113,7 +115,7 @@ class Takeover:
                 self._parked.remove(slot)
                 self._memory.reserve_parked(slot)
             elif slot in self.reserved:
-                self.reserved.remove(slot)
+                self._memory.keep(slot)  # for the quarantine
             elif self._memory.state_of(slot) != FAILED:
                 return False
         self._memory.keep(slot)
