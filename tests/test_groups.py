@@ -1222,7 +1222,7 @@ class Crowd:
         assert store.next_deadline_ms() is None
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(8))
 def test_ranks_that_do_anything_at_any_time_never_see_what_is_not_theirs(seed: int) -> None:
     """COR, LEK: a lease shows the bytes of its tokens, a view what its writer wrote, and at the end all comes back."""
     crowd = Crowd(seed)

@@ -187,6 +187,7 @@ class Stranger:
         self._node = node
         self._choose = choose
         self._waits: list[_Asked] = []
+        self._members, self._shares = [0, 0, 1, ID_MAX], [0, 1, ID_MAX]
         kind = node.cache._link.session.attached[SPEC.fingerprint, None].hash_kind
         self._true = [Prompt(SPEC, kind, prompt, ()) for prompt in choose.sample(prompts, min(4, len(prompts)))]
         self.say(wire.Hello(1, 1, 1), fills=False)
@@ -243,6 +244,9 @@ class Stranger:
                 self.sessions.append(reply.session)
             case wire.Attached():
                 self.spec_ids.append(reply.spec_id)
+                self._members.append(reply.member)
+            case wire.Acquired():
+                self._shares.append(reply.share)
             case wire.Reserved() if fills:
                 slab, memory = self._node.service.slab, self._node.service.store.memory
                 for slot in np.frombuffer(reply.slots, np.uint32).tolist():
@@ -260,9 +264,10 @@ class Stranger:
         spec_id, hashes, tokens, keys = self._prompt()
         if kind is wire.Reserve:
             tail = choose.choice([b"", b"", choose.randbytes(choose.choice([4, 20, 64]))])
-            return wire.Reserve(1, session, spec_id, self._number(), hashes, choose.choice([0, 1, 16, 1 << 40]), tail)
+            start, member = choose.choice([0, 1, 16, 1 << 40]), choose.choice(self._members)
+            return wire.Reserve(1, session, spec_id, self._number(), hashes, start, tail, member)
         if kind is wire.Acquire:
-            return wire.Acquire(1, session, spec_id, self._number(), hashes, tokens, keys)
+            return wire.Acquire(1, session, spec_id, self._number(), hashes, tokens, keys, choose.random() < 0.5)
         if kind is wire.Find:
             return wire.Find(1, session, spec_id, hashes, tokens, keys)
         return wire.Prefetch(session, spec_id, hashes, tokens, keys)
@@ -271,9 +276,11 @@ class Stranger:
         choose, few = self._choose, self._few
         match choose.randrange(8):
             case 0 | 1:
-                return wire.Commit(1, session, self._number(), choose.randbytes(few()), choose.choice([False, True]))
+                summed, sums = choose.randbytes(few()), choose.randbytes(8 * choose.choice([0, few()]))
+                return wire.Commit(1, session, self._number(), summed, choose.choice([False, True]), sums=sums)
             case 2 | 3:
-                return wire.Wait(1, session, self._number(), self._count(), choose.choice(WAITS_MS))
+                share = choose.choice(self._shares)
+                return wire.Wait(1, session, self._number(), self._count(), choose.choice(WAITS_MS), share)
             case 4:
                 return wire.Carry(1, session, [(self._number(), self._slots()) for _ in range(few() % 3)])
             case 5:
@@ -281,7 +288,9 @@ class Stranger:
                 return wire.Hello(1, few() % 2, few(), session, epoch)
             case 6:
                 spec = choose.choice([SPEC, BIG, OPAQUE])
-                return wire.Attach(1, session, _odd_spec(choose, spec) if few() else encode_spec(spec))
+                layers, heads = (choose.choice([(0, 0), (0, 1), (0, 2), (1, 2), (5, 3)]) for _ in range(2))
+                encoded = _odd_spec(choose, spec) if choose.random() < 0.5 else encode_spec(spec)
+                return wire.Attach(1, session, encoded, choose.choice(["", "a", "a", "b"]), layers, heads)
             case _:
                 seldom = choose.random() < 0.1
                 return wire.Clear(1, session, choose.choice(self.spec_ids)) if seldom else wire.GetStatus(1)
@@ -295,7 +304,7 @@ class Stranger:
                 return wire.Abort(session, self._number())
             case 2:
                 reason = choose.choice(["any\0thing", "payload", "header"])
-                return wire.Discard(session, self._number(), self._count(), reason)
+                return wire.Discard(session, self._number(), self._count(), reason, choose.choice(self._shares))
             case 3 if few() == 0 and session != self.sessions[0]:
                 return wire.Goodbye(session)
             case _:

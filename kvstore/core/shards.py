@@ -49,6 +49,7 @@ def is_whole(header: Header, slot: memoryview) -> bool:
         return xxhash.xxh3_64_intdigest(payload.data) == header.rects[0].sum
     num_layers = max(rect.shard.layers[1] for rect in header.rects)
     num_heads = max(rect.shard.heads[1] for rect in header.rects)
-    covered = sum(rect.shard.area for rect in header.rects) == num_layers * num_heads
+    # Parts of one group are equal or apart (Groups.join), so those that differ cover what their areas sum to.
+    covered = sum(shard.area for shard in {rect.shard for rect in header.rects}) == num_layers * num_heads
     rows = num_layers * (2 if num_heads > 1 else 1) * num_heads
     return covered and not len(payload) % rows and are_right(payload, num_layers, num_heads, header.rects)
