@@ -20,8 +20,9 @@ NUM_FRESH = 4
 
 
 def test_fixed_seeds_neither_lie_nor_leak() -> None:
-    """COR, LEK, RST, DSK, TTL, HNG: whatever happens to processes, daemon and disks, what is read is right, each call
-    ends in time, nothing stays held, and what was not lost is found. Every fault and every outcome happens."""
+    """COR, LEK, RST, DSK, TTL, HNG, TPP: whatever happens to processes, ranks, daemon and disks, what is read is right,
+    each call ends in time, nothing stays held, what was not lost is found, and a ticket tells all who redeem it the
+    same. Every fault and every outcome happens."""
     total = Tally()
     for seed in FIXED:
         total.add(tally_of(plan_of(seed), STEPS_PER_WORLD))
@@ -32,7 +33,7 @@ def test_fixed_seeds_neither_lie_nor_leak() -> None:
 
 
 def test_fresh_seeds() -> None:
-    """COR, LEK, RST, DSK, TTL, HNG: as the fixed ones; the first seed is told, so that a failure can be had again."""
+    """COR, LEK, RST, DSK, TTL, HNG, TPP: as the fixed ones; the first seed is told, so that a failure can be had again."""
     first = int.from_bytes(os.urandom(4), "little")
     for seed in range(first, first + NUM_FRESH):
         failure = tally_of(plan_of(seed), STEPS_PER_WORLD).failure

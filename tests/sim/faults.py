@@ -7,7 +7,6 @@ from collections.abc import Callable
 import numpy as np
 
 from kvstore.core.layout import HEADER_NBYTES, TOKENS_OFFSET, Header
-from kvstore.core.leases import Session
 from kvstore.core.slots import SLOTS_PER_EXTENT_MAX
 from kvstore.core.store import QUARANTINE_MS
 from kvstore.core.tier import SEALED
@@ -245,7 +244,9 @@ def _class_on_disk(world: World, num_paths: int, number: int, extent: int) -> in
 def payload_bit_flips(world: World) -> None:
     """In a sealed slot that is summed and that nobody looks at: no reader, and no tier below, may be given it."""
     if world.node.config.memory.verify and world.node.daemon is not None and not world.service.store.strangers:
-        looked_at = {slot for session in world.service.store.sessions for slot in _leased(session)}
+        store = world.service.store
+        leases = [lease for session in store.sessions for lease in session.leases.values()] + store.shares.read_on
+        looked_at = {slot for lease in leases for slot in np.frombuffer(lease.slots, np.uint32).tolist()}
         slot = _some_sealed(world, lambda slot, header: slot not in looked_at and header.rects)
         if slot is not None:
             _flip(world, slot, HEADER_NBYTES, HEADER_NBYTES + world.service.slab.header(slot).payload_nbytes)
@@ -268,10 +269,6 @@ def _some_sealed(world: World, is_so: Callable[[int, Header], object]) -> int | 
     heads = {slot: slab.header(slot) for slot in sealed}
     slots = [slot for slot, header in heads.items() if header is not None and is_so(slot, header)]
     return world.rng.choice(slots) if slots else None
-
-
-def _leased(session: Session) -> list[int]:
-    return [slot for lease in session.leases.values() for slot in np.frombuffer(lease.slots, np.uint32).tolist()]
 
 
 def _flip(world: World, slot: int, first: int, end: int) -> None:
@@ -329,4 +326,5 @@ FAULT_KINDS = (
 OUTCOMES = (
     *("hits", "partial hits", "reserved", "nothing reserved", "committed", "not committed", "aborted", "cleared"),
     *("reconnected", "connect refused", "read after all", "twin restarted"),
+    *("parts reserved", "parts committed", "blocks of several ranks", "tickets", "redeemed", "redeemed by a rank"),
 )

@@ -20,10 +20,12 @@ from unittest import mock
 
 import kvstore.core.store
 from kvstore.core.filling import Filling
-from kvstore.core.layout import HEADER_NBYTES, parse_header
-from kvstore.core.leases import Session
+from kvstore.core.groups import Groups
+from kvstore.core.layout import HEADER_NBYTES, Shard, parse_header
+from kvstore.core.leases import Part, Reservation, Session
 from kvstore.core.loads import Loads
 from kvstore.core.lower import LowerTier
+from kvstore.core.shares import Shares
 from kvstore.core.stats import Guard
 from kvstore.core.store import Store
 from kvstore.core.takeover import Takeover
@@ -62,6 +64,7 @@ class Mutant:
     first_seed: int = 0  # near where it is seen: a hunt is long, and a test short
     without: frozenset[str] = NO_DAMAGE
     often: frozenset[str] = frozenset()
+    ranks: bool = False
 
 
 def _patched(target: object, name: str, thing: object) -> Any:
@@ -82,7 +85,7 @@ def _tokens_off() -> Iterator[None]:
         return tokens if tokens >= num_tokens else None
 
     with ExitStack() as stack:
-        stack.enter_context(_patched(Hit, "_stored_tokens", stored_tokens))
+        stack.enter_context(_patched(Hit, "_tokens_in", stored_tokens))
         stack.enter_context(_patched(Hit, "_verify_whole_blocks", lambda *_: None))
         yield
 
@@ -284,6 +287,40 @@ def _holders_off() -> Any:
     return _patched(Tier, "let_go", let_go)
 
 
+def _parts_off() -> Any:
+    """What one rank has filled is a block, whatever the others have."""
+
+    def filled(reservation: Reservation) -> Any:
+        return [(shard, part) for shard, part in reservation.shards.items() if part is not None] or None
+
+    return _patched(Reservation, "filled", property(filled))
+
+
+def _readers_off() -> Any:
+    """A lease that has ended for its owner has ended, whoever reads."""
+
+    def is_dismissed(shares: Shares, share: int) -> bool:
+        assert shares._readers is not None
+        shares._readers.dismiss(share)
+        del shares._leases[share]
+        return True
+
+    return _patched(Shares, "_is_dismissed", is_dismissed)
+
+
+def _beside_off() -> Any:
+    """Slots that one rank lets go are free, though others may still write there."""
+
+    def add_part(filling: Filling, session: Session, number: int, reservation: Reservation, shard: Shard) -> None:
+        reservation.shards[shard] = None
+        session.add_part(number, Part(reservation, shard))
+        if reservation.group is not None and len(reservation.shards) == 1:
+            for slot in reservation.slots:
+                filling._memory.keep(slot)
+
+    return _patched(Filling, "_add_part", add_part)
+
+
 MUTANTS = (
     Mutant(Guard.CHECKSUM, "no sum is compared", _checksum_off, without=frozenset()),
     Mutant(Guard.TOKENS, "a reader compares no tokens", _tokens_off, hash_bits=8),
@@ -311,6 +348,14 @@ MUTANTS = (
         "(model)", "blocks leave the tree and the table does not say so", lambda: _patched(Tier, "_fail_detached", _no)
     ),
     Mutant("(model)", "who waits is not told what has come", _told_off, first_seed=3),
+    Mutant("(ranks)", "what one rank has filled is sealed", _parts_off, ranks=True),
+    Mutant("(ranks)", "a lease ends though others read under it", _readers_off, ranks=True),
+    Mutant("(ranks)", "slots are free while another rank may write there", _beside_off, ranks=True),
+    Mutant(
+        *("(ranks)", "a rank that is gone takes nothing of the others' along"),
+        lambda: _patched(Groups, "leave", lambda *_: []),
+        ranks=True,
+    ),
     Mutant("(leak)", "a client does not say that a reservation has ended", partial(_forgetful, link.LEASE)),
     Mutant("(leak)", "a client does not say that a lease has ended", partial(_forgetful, link.RESERVATION)),
     Mutant(
@@ -333,7 +378,7 @@ def hunt(index: int, seed: int = 0) -> tuple[int, Failure | None]:
 
     for number in range(first, first + WORLDS_MAX):
         with mutant.off():
-            plan = Plan(number, mutant.faults, mutant.hash_bits, mutant.without, mutant.often)
+            plan = Plan(number, mutant.faults, mutant.hash_bits, mutant.ranks, mutant.without, mutant.often)
             failure = run_world(plan, STEPS_PER_WORLD, use)
         if failure is not None:
             return num_steps[0], failure

@@ -136,12 +136,14 @@ class SimDaemon(Daemon):
         self._sessions_file: Any = node.locks
         self.raises_next = False
         self._node = node
+        node.locks.admit_from(epoch)
         strangers = [number for number in range(SESSIONS_MAX) if slab.epoch != epoch and node.locks.is_held(number)]
         self.service = Service(
             *(node.config, slab, epoch, path, path.with_name("sessions"), self._clock, disk),
             self._watch,
             node.locks.is_held,
             strangers,
+            readers=node.locks,
         )
         slab.epoch = epoch
 
@@ -235,6 +237,8 @@ class Node:
             put("service.daemon.Watched", SimWatched)
             put("service.link.hold_session", self.locks.hold)
             put("service.link.let_session_go", self.locks.let_go)
+            put("service.link.start_reading", self.locks.start_reading)
+            put("service.link.stop_reading", self.locks.stop_reading)
             put("service.link.time.sleep", lambda seconds: self._sleep(1000 * seconds))
             put("media.slabfile.os", self._os)
             yield
@@ -272,6 +276,7 @@ class Node:
         self.daemon = None
         daemon.movers.die()
         daemon.service.slab.close()
+        self.locks.daemon_is_gone()
         self.owner.clear()
         for process in self.everybody:
             if process.is_watched_only:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvstore.core.layout import Shard
 from kvstore.core.store import QUARANTINE_MS
 from kvstore.errors import KVStoreError
 from kvstore.service.client import Cache, Client
@@ -24,8 +25,9 @@ from kvstore.service.hit import Block, Hit
 from kvstore.service.link import Link
 from kvstore.service.reservation import Reservation, WritableBlock
 from kvstore.spec import KVSpec
+from tests.sim.engines import Rank, Told
 from tests.sim.machine import Task
-from tests.sim.texts import Bytes, Text
+from tests.sim.texts import Text
 from transports import messages as wire
 
 if TYPE_CHECKING:
@@ -55,11 +57,12 @@ class View:
     text: Text
     start: int
     num_tokens: int
+    shard: Shard | None  # of a rank
 
     @property
     def is_right(self) -> bool:
         """Query."""
-        return self.text.shows(self.array, self.start, self.num_tokens)
+        return self.text.shows(self.array, self.start, self.num_tokens, self.shard)
 
 
 @dataclass
@@ -74,16 +77,18 @@ class Filling:
 
     reservation: Reservation
     text: Text
+    shard: Shard | None
     arrays: list[View] = field(default_factory=list)
     num_filled: int = 0
-    half: tuple[Bytes, Bytes] | None = None  # target, source
+    half: tuple[Any, Any] | None = None  # target, source
 
 
 class Process:
     """One process with one client, or none while there is no daemon."""
 
-    def __init__(self, world: World, pid: int, rng: Random) -> None:
+    def __init__(self, world: World, pid: int, rng: Random, rank: Rank | None = None) -> None:
         self.pid = pid
+        self.rank = rank
         self.pid_visible = rng.random() < 0.5
         self.deadline_ms = rng.choice((20.0, 100.0, 400.0))
         self.specs: list[KVSpec] = rng.sample(world.specs, rng.randint(1, len(world.specs)))
@@ -100,6 +105,7 @@ class Process:
         self._machine = world.machine
         self._client: Client | None = None
         self._caches: dict[KVSpec, Cache] = {}
+        self._rank_cache: Cache | None = None
         self._rng = rng
         self._late_ms = 0.0
 
@@ -129,6 +135,7 @@ class Process:
         """Changes state. SIGKILL: nothing of it runs any more, and its device stops when it stops."""
         self.is_dead = self.endpoint.is_dead = True
         self._world.node.locks.lose(self)
+        self._world.node.locks.readings_end(self.pid)
         if self.link is not None:
             self.link._pid = -1  # so that no finaliser here does what the kernel would not
         self.views.clear()
@@ -149,6 +156,8 @@ class Process:
         assert self.link is not None
         if self.link._breaker.is_open:
             return self._rng.choice((self._keep, self._keep, self._acquire, self._reserve, self._match))
+        if self._world.engines and self._rng.random() < 0.6:
+            return partial(self._rng.choice(RANK_ACTS if self._rank_cache is not None else SCHEDULER_ACTS), self)
         (act,) = self._rng.choices(ACTS, cum_weights=ACT_WEIGHTS)
         return partial(act, self)
 
@@ -179,7 +188,8 @@ class Process:
         session = self.link.session
         if session.id != session_id or self.link._breaker.is_open:
             return set()
-        return {number for number, held in session.in_use.items() if held.slots and not held.is_lost}
+        own = {number: held for number, held in session.in_use.items() if not held.share}
+        return {number for number, held in own.items() if held.slots and not held.is_lost}
 
     @property
     def has_caches(self) -> bool:
@@ -213,7 +223,7 @@ class Process:
         """Changes state."""
         with self._caches[text.spec].reserve(text.token_ids) as reservation:
             for block in reservation.blocks():
-                block.write(_as_array(text, block))
+                block.write(text.array(block.start, block.num_tokens))
             reservation.commit()
         return self.read(text)
 
@@ -222,6 +232,9 @@ class Process:
         try:
             client._link = self.link = SimLink(self.endpoint, self._machine.clock, self.deadline_ms)
             self._caches = {spec: client.attach(spec) for spec in self.specs}
+            if self.rank is not None:
+                engine, number = self.rank
+                self._rank_cache = client.attach(engine.spec, group=engine.group_of(number))
         except KVStoreError:
             self._world.seen["connect refused"] += 1
             self._part()
@@ -249,7 +262,7 @@ class Process:
             self.views.clear()
             link._keep_once()
             assert link._gone, "a client that holds nothing more has not parted"
-        self._client, self._caches, self.link = None, {}, None
+        self._client, self._caches, self._rank_cache, self.link = None, {}, None, None
         self.endpoint = self._world.node.connect(self)
 
     def _some_text(self) -> tuple[Cache, Text]:
@@ -295,7 +308,7 @@ class Process:
             return "damaged"
         return "not loaded" if planned else "not cached"
 
-    def _look(self, hit: Hit, text: Text, within_ms: float) -> int:
+    def _look(self, hit: Hit, text: Text, within_ms: float, shard: Shard | None = None) -> int:
         """COR: every block of a hit is the prompt's, byte for byte; some are looked at for longer than the lease."""
         at = 0
         if self._rng.random() < 0.5:
@@ -304,10 +317,10 @@ class Process:
         while (block := next(blocks, None)) is not None:
             array = block.array
             assert block.start == at, "blocks are given in order"
-            is_right = text.shows(array, at, block.num_tokens) or self.is_given_up
+            is_right = text.shows(array, at, block.num_tokens, shard) or self.is_given_up
             assert is_right, f"wrong bytes from token {at} of {text.token_ids}"
             at += block.num_tokens
-            self._keep_view(View(array, text, block.start, block.num_tokens), block)
+            self._keep_view(View(array, text, block.start, block.num_tokens, shard), block)
             del array
         assert at == hit.verified_tokens <= text.num_tokens
         return at
@@ -337,7 +350,7 @@ class Process:
             cache.report(prefill_tokens=1000, prefill_ms=self._rng.choice((0.1, 1e3, 1e6)))
 
     def _clear(self) -> None:
-        if self._rng.random() < 0.02 and not self._world.is_twin:
+        if self._rng.random() < 0.06 and not self._world.is_twin:
             self._rng.choice(list(self._caches.values())).clear()
             self._world.seen["cleared"] += 1
 
@@ -358,9 +371,76 @@ class Process:
             self._world.seen["nothing reserved"] += 1
             return
         self._world.seen["reserved"] += 1
-        self.fillings.append(Filling(reservation, text))
+        self.fillings.append(Filling(reservation, text, None))
         if self._rng.random() < 0.8:
             self._fill()
+
+    def _reserve_part(self) -> None:
+        """A rank is told what its engine stores. Now and then it is told too late, or something else than the others,
+        or has its part stored already."""
+        if len(self.fillings) >= FILLINGS_MAX or self._rank_cache is None or self.rank is None:
+            return
+        engine, cache = self.rank.engine, self._rank_cache
+        if engine.text is None or self._rng.random() < 0.15:
+            engine.text = self._world.some_text(engine.spec, self._rng)
+        text = engine.text if self._rng.random() < 0.95 else self._world.some_text(engine.spec, self._rng)
+        reservation: Reservation = self._timed(
+            "reserve", self.deadline_ms, lambda: cache.reserve(text.token_ids, 0, text.keys)
+        )
+        if not reservation.num_blocks:
+            self._world.seen["no part reserved"] += 1
+            return
+        self._world.seen["parts reserved"] += 1
+        self.fillings.append(Filling(reservation, text, self.rank.shard))
+        if self._rng.random() < 0.8:
+            self._fill()
+
+    def _decide(self) -> None:
+        """A scheduler leases blocks for others to read, and may be done with them before they are."""
+        assert self.link is not None
+        cache, text = self._some_text()
+        engines = [engine for engine in self._world.engines if engine.spec in self._caches and engine.text is not None]
+        if engines and self._rng.random() < 0.8:
+            engine = self._rng.choice(engines)
+            assert engine.text is not None
+            cache, text = self._caches[engine.spec], engine.text
+        hit: Hit = self._timed(
+            "acquire", self.deadline_ms, lambda: cache.acquire(text.token_ids, text.keys, shared=True)
+        )
+        ticket = hit.ticket
+        if ticket:
+            epoch = self.link.session.welcome.epoch
+            self._world.told.append(Told(ticket, text, hit.num_tokens, epoch))
+            self._world.seen["tickets"] += 1
+        if self._rng.random() < 0.5:
+            self._look(hit, text, self.deadline_ms)
+        if ticket and len(self.hits) < HITS_MAX and self._rng.random() < 0.6:
+            self.hits.append(HeldHit(hit, text))
+        else:
+            hit.release()
+
+    def _redeem(self) -> None:
+        """TPP: all who read on a ticket are told of as many tokens, or of none once it is too late."""
+        assert self.link is not None
+        if not self._world.told:
+            return
+        told = self._rng.choice(self._world.told)
+        cache, shard = self._caches.get(told.text.spec), None
+        if self.rank is not None and self.rank.engine.spec == told.text.spec and self._rng.random() < 0.8:
+            cache, shard = self._rank_cache, self.rank.shard
+        if cache is None:
+            return
+        hit = cache.redeem(told.ticket)
+        assert hit.num_tokens in (0, told.num_tokens), "ranks are told of different lengths"
+        if hit.num_tokens:
+            assert told.epoch == self.link.session.welcome.epoch, "a ticket of another daemon"
+            self._world.seen["redeemed"] += 1
+            self._world.seen["redeemed by a rank"] += shard is not None
+        self._look(hit, told.text, self._rng.choice((1.0, self.deadline_ms)), shard)
+        if hit.num_tokens and len(self.hits) < HITS_MAX and self._rng.random() < 0.5:
+            self.hits.append(HeldHit(hit, told.text))
+        else:
+            hit.release()
 
     def _fill(self) -> None:
         """Some blocks of a reservation, whole or in pieces, and most often all of it up to the commit."""
@@ -370,7 +450,7 @@ class Process:
         blocks = list(filling.reservation.blocks())[filling.num_filled :]
         for block in blocks[: self._rng.choice((1, 4, 100))]:
             if self._rng.random() < 0.5:
-                block.write(_as_array(filling.text, block))
+                block.write(filling.text.array(block.start, block.num_tokens, filling.shard))
             else:
                 self._fill_by_array(filling, block)
             filling.num_filled += 1
@@ -381,10 +461,10 @@ class Process:
 
     def _fill_by_array(self, filling: Filling, block: WritableBlock) -> None:
         """As a device does: it may be in the midst of it when its process dies."""
-        array = block.array
-        view = View(array, filling.text, block.start, block.num_tokens)
-        source = filling.text.expected(block.start, block.num_tokens).reshape(-1)
-        target = array.reshape(-1).view(np.uint8)
+        target, source = block.array, filling.text.array(block.start, block.num_tokens, filling.shard)
+        view = View(target, filling.text, block.start, block.num_tokens, filling.shard)
+        if target.flags.c_contiguous:  # a rank's is not
+            target, source = target.reshape(-1).view(np.uint8), source.reshape(-1).view(np.uint8)
         half = len(source) // 2
         target[:half] = source[:half]
         filling.half = target, source
@@ -403,7 +483,9 @@ class Process:
             return
         cached = self._timed("commit", self.deadline_ms, reservation.commit)
         self._world.seen["committed" if cached else "not committed"] += 1
-        if cached:
+        if filling.shard is not None:
+            self._world.seen["parts committed"] += cached
+        elif cached:
             end = reservation.start + filling.num_filled * text.spec.block_tokens
             self._world.stored.append((text, min(end, text.num_tokens)))
         else:
@@ -444,11 +526,6 @@ def _forked(link: SimLink) -> SimLink:
     return child
 
 
-def _as_array(text: Text, block: WritableBlock) -> Any:
-    expected = np.ascontiguousarray(text.expected(block.start, block.num_tokens))
-    return expected.view(text.spec.numpy_dtype).reshape(text.spec.array_shape(block.num_tokens))
-
-
 ACTS: list[Callable[[Process], None]] = [
     Process._acquire,
     Process._release,
@@ -464,6 +541,8 @@ ACTS: list[Callable[[Process], None]] = [
     Process._goodbye,
     Process._fork,
 ]
+RANK_ACTS = [Process._reserve_part] * 3 + [Process._fill, Process._redeem, Process._decide]
+SCHEDULER_ACTS = [Process._decide, Process._redeem]
 _WEIGHTS = (40, 14, 8, 26, 10, 4, 3, 2, 8, 2, 2, 1, 3)
 ACT_WEIGHTS = [sum(_WEIGHTS[: at + 1]) for at in range(len(_WEIGHTS))]
 assert len(ACTS) == len(_WEIGHTS)

@@ -81,8 +81,9 @@ class Tally:
 
 
 def plan_of(seed: int) -> Plan:
-    """Query. Of eight worlds one is a twin, in which nothing goes wrong, and in one hashes collide all the time."""
-    return Plan(seed, faults=seed % 8 != 0, hash_bits=8 if seed % 8 == 1 else 128)
+    """Query. Of eight worlds one is a twin, in which nothing goes wrong, in one hashes collide all the time, and in
+    three there are engines of several ranks."""
+    return Plan(seed, faults=seed % 8 != 0, hash_bits=8 if seed % 8 == 1 else 128, ranks=seed % 8 in (3, 5, 7))
 
 
 def tally_of(plan: Plan, num_steps: int) -> Tally:
@@ -92,7 +93,8 @@ def tally_of(plan: Plan, num_steps: int) -> Tally:
     def use(world: World) -> None:
         if world.node.daemon is not None:
             world.note_guards()
-        kind = "twins" if world.is_twin else "with 8-bit hashes" if plan.hash_bits == 8 else "with faults"
+        others = "with ranks" if plan.ranks else "with faults"
+        kind = "twins" if world.is_twin else "with 8-bit hashes" if plan.hash_bits == 8 else others
         tally.kinds[kind] += 1
         tally.num_steps = world.num_steps
         for mine, theirs in (

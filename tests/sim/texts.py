@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvstore.core.layout import Shard
+from kvstore.service.hit import part_of
 from kvstore.spec import KVSpec
 from radix import HashKind, hash_block, keys_in, normalise_keys, root_hash, token_bytes
 from tests.models import rows_of
@@ -55,8 +57,16 @@ class Text:
         """Query. [rows, num_tokens, width] of the tokens from `start` on."""
         return self.kv[:, start : start + num_tokens]
 
-    def shows(self, array: npt.NDArray[np.generic], start: int, num_tokens: int) -> bool:
-        """Query. Whether a block's array holds what belongs there."""
+    def array(self, start: int, num_tokens: int, shard: Shard | None = None) -> npt.NDArray[np.generic]:
+        """Query. The same as a block's array, or a rank's part of that."""
+        whole = np.ascontiguousarray(self.expected(start, num_tokens)).view(self.spec.numpy_dtype)
+        return part_of(whole.reshape(self.spec.array_shape(num_tokens)), shard)
+
+    def shows(self, array: npt.NDArray[np.generic], start: int, num_tokens: int, shard: Shard | None = None) -> bool:
+        """Query. Whether a block's array, or a rank's, holds what belongs there, bit for bit."""
+        if shard is not None:
+            right = self.array(start, num_tokens, shard)
+            return array.shape == right.shape and array.tobytes() == right.tobytes()
         rows, width = rows_of(self.spec)
         found = np.ascontiguousarray(array).view(np.uint8).reshape(rows, num_tokens, width)
         return bool((found == self.expected(start, num_tokens)).all())

@@ -6,7 +6,7 @@ import gc
 import os
 import shutil
 import tempfile
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ import numpy as np
 import xxhash
 
 import radix.hashing
+from kvstore.core.layout import Rect
 from kvstore.core.slots import SLOTS_PER_EXTENT_MAX
 from kvstore.core.stats import Guard
 from kvstore.core.store import QUARANTINE_MS, Query
@@ -30,6 +31,7 @@ from kvstore.service.prompt import Prompt
 from kvstore.spec import KVSpec
 from radix import common_tokens
 from radix.check import _check_children
+from tests.sim.engines import TICKETS_MAX, Rank, Told, some_engines
 from tests.sim.machine import Machine
 from tests.sim.node import Node, config_for
 from tests.sim.process import Process
@@ -62,13 +64,15 @@ class Turn(NamedTuple):
 class Plan(NamedTuple):
     """Which world. `faults` False: the twin, in which nothing goes wrong and every block stored is found again.
 
-    `hash_bits`: so many of a block hash's bits tell blocks apart. `without`: faults that do not happen; `often`: what
+    `hash_bits`: so many of a block hash's bits tell blocks apart. `ranks`: there are engines of several processes.
+    `without`: faults that do not happen; `often`: what
     happens ten times as often.
     """
 
     seed: int
     faults: bool = True
     hash_bits: int = 128
+    ranks: bool = False
     without: frozenset[str] = frozenset()
     often: frozenset[str] = frozenset()
 
@@ -98,6 +102,8 @@ class World:
         self.turns: list[Turn] = []  # taken so far
         self.specs = list(SPECS)
         self.alphabet = rng.choice((2, 3, 50))
+        self.engines = some_engines(Random(plan.seed)) if plan.ranks else []
+        self.told: deque[Told] = deque(maxlen=TICKETS_MAX)
         self.texts: dict[KVSpec, list[Text]] = {spec: [] for spec in SPECS}
         self.named: dict[bytes, tuple[Text, int]] = {}  # block hash -> a prompt with that block, its number
         self.stored: list[tuple[Text, int]] = []  # and how many tokens of it; the twin's model
@@ -123,7 +129,7 @@ class World:
         if Random(self.plan.seed).random() < 0.5:
             self._exits.enter_context(_small_pieces())
         self.node.start()
-        for _ in range(rng.randint(2, 4)):
+        for _ in range(rng.randint(2, 4) + sum(len(engine.parts) for engine in self.engines)):
             self.new_process()
 
     def _make_node(self, rng: Random, folder: Path) -> Node:
@@ -183,7 +189,13 @@ class World:
     def new_process(self) -> None:
         """Changes state."""
         self._last_pid += 1
-        self.node.everybody.append(Process(self, self._last_pid, Random(self.rng.getrandbits(32))))
+        self.node.everybody.append(Process(self, self._last_pid, Random(self.rng.getrandbits(32)), self._vacancy()))
+
+    def _vacancy(self) -> Rank | None:
+        """Query. The first place in an engine that no living process has."""
+        taken = {process.rank for process in self.node.everybody if not process.is_dead}
+        places = [Rank(engine, number) for engine in self.engines for number in range(len(engine.parts))]
+        return next((place for place in places if place not in taken), None)
 
     def some_text(self, spec: KVSpec, rng: Random) -> Text:
         """Changes state. A prompt."""
@@ -315,11 +327,13 @@ class World:
             if header is None:
                 assert self.damaged, f"slot {slot} is sealed and has no header"
                 continue
+            self.seen["blocks of several ranks"] += len(header.rects) > 1
             self._check_bytes(header, slab.payload(slab.offset(slot, self._class_of(slot)), header.payload_nbytes))
 
     def _check_bytes(self, header: Any, payload: Bytes) -> None:
-        is_summed = {rect.sum for rect in header.rects} == {xxhash.xxh3_64_intdigest(payload.data)}
-        if header.identity.block_hash in self.damaged and not is_summed:
+        text, _ = self.named.get(header.identity.block_hash, (None, 0))
+        is_summed = text is not None and all(_is_right(text.spec, rect, payload) for rect in header.rects)
+        if header.identity.block_hash in self.damaged and not (is_summed and header.rects):
             return
         named = self.named.get(header.identity.block_hash)
         assert named is not None, "a block that nobody has made"
@@ -328,7 +342,7 @@ class World:
         num_tokens = min(text.num_tokens - start, len(header.identity.tokens) // 4)
         rows = payload.reshape(len(text.kv), -1, text.kv.shape[2])
         assert (rows[:, :num_tokens] == text.expected(start, num_tokens)).all(), "sealed with another block's bytes"
-        assert is_summed or not header.rects, "a wrong sum"
+        assert is_summed, "a wrong sum"
 
     def _check_guards(self) -> None:
         """COR: a guard whose own fault was not injected has nothing to do, or one before it has failed."""
@@ -578,13 +592,20 @@ class World:
         store = self.service.store
         if store.lower is None or store._quarantine or store.filling.sums.pins or not self.node.daemon.movers.is_idle:
             return False
+        if store.shares.read_on:
+            return False
         return store.lower.writes.is_idle and not store.lower.loads.pins and not store.lower.tier.has_parked
 
     def _check_nothing_is_held(self) -> None:
         states = self.service.slab.tables.slots["state"]
         assert not np.isin(states, (RESERVED, ARRIVING, FAILED)).any(), "slots are held for nobody"
         lower = self.service.store.lower
-        assert not self.service.store.memory.tree._detached
+        store = self.service.store
+        assert not store.memory.tree._detached
+        assert not store.memory._kept, "slots are kept for nobody"
+        assert not store.filling.open_reservations()
+        assert not store.shares._leases, "leases that nobody reads are shared"
+        assert not store.filling.groups.all, "groups without a rank"
         assert not lower.tier.tree._detached
         assert lower.pins == ([], [])
         assert not lower.loads.queued_nbytes + lower.writes.queued_nbytes + lower.writes.writing_nbytes
@@ -699,6 +720,15 @@ class Happenings:
 def prompt_of(text: Text) -> Prompt:
     """Query. As a client names it."""
     return Prompt(text.spec, hash_kind(text.spec), text.token_ids, text.keys)
+
+
+def _is_right(spec: KVSpec, rect: Rect, payload: Bytes) -> bool:
+    """Whether a rectangle of a payload sums to what is said of it; told without the product's own arithmetic."""
+    num_tokens = payload.size // spec.payload_nbytes(1)
+    array = payload.view(spec.numpy_dtype).reshape(spec.array_shape(num_tokens))
+    if not spec.is_opaque:
+        array = array[slice(*rect.shard.layers), :, slice(*rect.shard.heads)]
+    return xxhash.xxh3_64_intdigest(array.tobytes()) == rect.sum
 
 
 def _is_connected(process: Process) -> bool:
