@@ -33,7 +33,7 @@ def test_fixed_seeds_neither_lie_nor_leak() -> None:
 
 
 def test_fresh_seeds() -> None:
-    """COR, LEK, RST, DSK, TTL, HNG, TPP: as the fixed ones; the first seed is told, so that a failure can be had again."""
+    """COR, LEK, RST, DSK, TTL, HNG, TPP: as the fixed ones; the first seed is told, so a failure can be had again."""
     first = int.from_bytes(os.urandom(4), "little")
     for seed in range(first, first + NUM_FRESH):
         failure = tally_of(plan_of(seed), STEPS_PER_WORLD).failure
