@@ -54,7 +54,6 @@ WARM_UP = 5
 DEADLINE_MS = 5000.0
 START_S_MAX, ANSWER_S_MAX, STOP_S_MAX = 60.0, 20.0, 1.0
 CONTEXT = multiprocessing.get_context("forkserver")  # no copy of this process, as engines' workers, yet soon there
-CONTEXT.set_forkserver_preload(["benchmarks.ranks"])
 Array = npt.NDArray[Any]
 Results = dict[str, Any]
 
@@ -550,6 +549,7 @@ def main() -> int:
     given = options.parse_args()
     if min(given.rounds, given.handovers, given.blocks) < 1 or given.blocks > BATCH:
         options.error(f"there are 1 to {BATCH} blocks in a round, and at least one round and handover")
+    CONTEXT.set_forkserver_preload(["benchmarks.ranks"])
     with terminated_like_interrupted():
         results = measure(given.rounds, given.handovers, given.blocks)
     return finish("ranks", results, bars(results), as_json=given.json)

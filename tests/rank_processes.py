@@ -17,11 +17,11 @@ import kvstore
 from tests.daemons import WAIT_S_MAX, kv_of
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.rank_processes"])
+CONTEXT.set_forkserver_preload(["tests.rank_processes", "benchmarks.ranks"])  # one server for all tests of a session
 
 Part = tuple[tuple[int, int], tuple[int, int]]  # layers, heads; half open
 Array = np.ndarray[Any, Any]
-DEADLINE_MS = 5000.0  # the machine may be busy with other tests
+DEADLINE_MS, START_S_MAX = 5000.0, 60.0  # the machine may be busy with other tests
 
 
 def tp(num_ranks: int, spec: kvstore.KVSpec) -> list[Part]:
@@ -142,6 +142,7 @@ def _live(address: str, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with kvstore.connect(address, DEADLINE_MS) as client:
         work = Work(client)
+        pipe.send(None)
         while True:
             try:
                 verb, how = pipe.recv()
@@ -158,6 +159,7 @@ class Rank:
         self._process = CONTEXT.Process(target=_live, args=(address, theirs), daemon=True)
         self._process.start()
         theirs.close()
+        self._is_there = False
 
     @property
     def pid(self) -> int:
@@ -166,6 +168,10 @@ class Rank:
 
     def begin(self, verb: str, *how: Any) -> Self:
         """Changes state. It does this from now on."""
+        if not self._is_there:
+            assert self._pipe.poll(START_S_MAX), "a rank does not start"
+            self._pipe.recv()
+            self._is_there = True
         self._pipe.send((verb, how))
         return self
 

@@ -393,7 +393,6 @@ def test_two_holders_of_one_chain_both_hold_it(lives: Lives, forgotten: str) -> 
         assert not lives.takes(newcomer) & set(slots)
         lives.store.check()
     lives.store.release(second.id, [b])
-    lives.store.on_time(QUARANTINE_MS)
     assert lives.takes(newcomer) == set(slots)
     lives.store.check()
 
@@ -409,7 +408,6 @@ def test_one_holder_may_hold_a_slot_twice(lives: Lives) -> None:
     lives.store.release(session.id, [first])
     assert not lives.takes(lives.open()) & set(slots)
     lives.store.release(session.id, [second])
-    lives.store.on_time(QUARANTINE_MS)
     assert lives.takes(lives.open()) == set(slots)
     lives.store.check()
 
@@ -541,7 +539,6 @@ def test_a_second_restart_before_the_first_was_told(lives: Lives) -> None:
     session, (lease,) = carried(lives, session.number, slots)
     assert not lives.takes(lives.open()) & set(slots)
     lives.store.release(session.id, [lease])
-    lives.store.on_time(QUARANTINE_MS)
     assert lives.takes(lives.open()) == set(slots)
 
 
@@ -556,7 +553,6 @@ def test_blocks_that_were_on_their_way_never_come(lives: Lives) -> None:
     lives.store.wait(1, session.id, lease, 3, 1e9)
     assert lives.store.take_progress() == [(1, Progress(0, True))]
     lives.store.release(session.id, [lease])
-    lives.store.on_time(QUARANTINE_MS)
     assert slots[2] in lives.takes(lives.open())
 
 

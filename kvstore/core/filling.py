@@ -29,7 +29,7 @@ from kvstore.core.leases import (
 from kvstore.core.lower import LowerTier
 from kvstore.core.stats import Guard, Stats
 from kvstore.core.sums import Sums
-from kvstore.core.tier import Tier
+from kvstore.core.tier import JOINT, Tier
 from kvstore.core.watch import Watch
 from kvstore.ranks import whole_of
 from radix import HASH_NBYTES, Match, common_tokens
@@ -279,7 +279,7 @@ class Filling:
             self._memory.unpin(parent)
             self._stats.reservations_refused += 1
             return Grant(start * entry.spec.block_tokens, b"", 0, available)
-        generation = self._stamp(slots, session.number)
+        generation = self._stamp(slots, session.number + (JOINT if rank is not None else 0))
         asked, short = hashes[-HASH_NBYTES:], short and len(slots) == wanted
         hashes = hashes[: (start + len(slots)) * HASH_NBYTES]
         group = rank[1] if rank is not None else None

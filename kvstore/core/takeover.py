@@ -6,8 +6,8 @@ becomes free is not reused, and nothing is evicted. Slots that were free are fre
 
 What a client names is pinned where it is a block that can be found. All else is kept: reserved slots, blocks that left
 the tree, before the restart or after it. Several may name the same slot; it is free once all of them have let it go.
-Slots that were reserved wait for a quarantine besides, claimed or not: of the ranks that filled them one may be dead,
-and what its device still writes must not land under another name.
+What ranks filled together waits for a quarantine besides, claimed or not: one of them may be dead, and what its device
+still writes must not land under another name.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ from radix import LoadedBlocks, Pin
 
 
 class Legacy(NamedTuple):
-    """What a slab holds in slots of one size. `reserved`: neither free nor cached; somebody may be at work there."""
+    """What a slab holds in slots of one size. `reserved`: neither free nor cached; somebody may be at work there.
+
+    `joint`: those of them where several may be.
+    """
 
     slot_nbytes: int
     blocks: LoadedBlocks
     reserved: array[int]
+    joint: array[int]
 
 
 class Takeover:
@@ -37,6 +41,7 @@ class Takeover:
         """Changes state: adopts what is there. `strangers`: session numbers that a living process holds."""
         self.num_blocks = 0
         self.reserved: set[int] = set()
+        self._joint: set[int] = set()
         self._memory = memory
         self._strangers = set(strangers)
         self._parked: set[int] = set()
@@ -44,6 +49,7 @@ class Takeover:
         for legacy in legacies:
             self.num_blocks += memory.adopt(legacy.slot_nbytes, legacy.blocks, legacy.reserved)
             self.reserved.update(legacy.reserved)
+            self._joint.update(legacy.joint)
 
     @property
     def strangers(self) -> set[int]:
@@ -92,7 +98,7 @@ class Takeover:
                 self.reserved.add(slot)
 
     def unclaimed(self) -> array[int]:
-        """Changes state. Slots that were reserved, claimed or not, once nobody is left who could claim them."""
+        """Changes state. Reserved slots that nobody claimed, or one of several, once nobody is left who could."""
         if self._strangers:
             return array("I")
         slots, self.reserved = array("I", sorted(self.reserved)), set()
@@ -114,8 +120,10 @@ class Takeover:
             if slot in self._parked:
                 self._parked.remove(slot)
                 self._memory.reserve_parked(slot)
-            elif slot in self.reserved:
+            elif slot in self.reserved and slot in self._joint:
                 self._memory.keep(slot)  # for the quarantine
+            elif slot in self.reserved:
+                self.reserved.remove(slot)
             elif self._memory.state_of(slot) != FAILED:
                 return False
         self._memory.keep(slot)

@@ -17,6 +17,7 @@ from radix import BlockHash, Inserted, LoadedBlocks, Match, Node, Pin, PrefixTre
 FREE, RESERVED, SEALED, ARRIVING, FAILED = range(5)
 EVICTIONS_PER_TURN_MAX = 512  # of what need not be free at once: 20 us each where every block is a run of its own
 SLOT_ROW = np.dtype([("state", "<u4"), ("owner", "<u4"), ("generation", "<u8")])
+JOINT = 1 << 31  # added to the owner, a session's number, of slots that several ranks may write to
 States = npt.NDArray[np.unsignedinteger[Any]]
 
 

@@ -25,7 +25,7 @@ from kvstore.core.layout import (
 )
 from kvstore.core.slots import SLOT_NBYTES_MIN, SLOTS_PER_EXTENT_MAX
 from kvstore.core.takeover import Legacy
-from kvstore.core.tier import FAILED, FREE, SEALED
+from kvstore.core.tier import FAILED, FREE, JOINT, SEALED
 from kvstore.media.memory import Slab
 from radix import LoadedBlocks
 
@@ -109,7 +109,8 @@ def _legacy(slab: Slab, slot_nbytes: int) -> Legacy:
     sealed, is_sound = np.concatenate(slots), np.concatenate(sound)
     reserved = np.concatenate((*unusable, sealed[~is_sound]))
     blocks = _blocks(slab, sealed[is_sound], np.concatenate(heads)[is_sound])
-    return Legacy(slot_nbytes, blocks, array("I", reserved.tobytes()))
+    joint = reserved[slab.tables.slots["owner"][reserved] >= JOINT]
+    return Legacy(slot_nbytes, blocks, array("I", reserved.tobytes()), array("I", joint.tobytes()))
 
 
 def _is_whole(head: np.void) -> bool:
