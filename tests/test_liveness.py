@@ -24,6 +24,7 @@ from kvstore.service.liveness import (
     start_reading,
     stop_reading,
 )
+from tests.daemons import wait_until
 from tests.sources import ROOT
 
 
@@ -408,7 +409,7 @@ def test_a_child_of_a_killed_reader_reads_nothing(path: Path, sessions: Sessions
         assert said["read"] == "True"
         assert not sessions.dismiss(share), "a child costs its parent nothing"
         reader.end()
-        assert sessions.dismiss(share)
+        wait_until(lambda share=share: sessions.dismiss(share), what="the child closes what it inherited")
         os.kill(int(said["fork"]), signal.SIGKILL)
 
 
