@@ -204,19 +204,23 @@ def _packed_keys(keys: Keys) -> bytes:
     return b"".join(parts)
 
 
-def context_digests(tokens: bytes, block_tokens: int, keys: Keys = NO_KEYS) -> list[int]:
+def context_digests(
+    tokens: bytes, block_tokens: int, keys: Keys = NO_KEYS, state: xxhash.xxh3_64 | None = None, first_token: int = 0
+) -> list[int]:
     """The context of each block of a prompt, u64; the last block may be short. `keys` are the prompt's.
 
     One pass, about 0.15 us a block: what has been fed stays in the state, of which a digest is taken before each block.
+    `tokens` are those from `first_token` on, where a block starts; `state` is of what comes before, and gets them, too.
     """
+    assert first_token % block_tokens == 0
     width = block_tokens * TOKEN_NBYTES
     pieces = _cut(tokens[: len(tokens) // width * width], width)
     if len(tokens) % width:
         pieces.append(tokens[len(pieces) * width :])
     blocks_with_keys = {start // block_tokens for start, _ in keys}
-    state = xxhash.xxh3_64()
+    state = xxhash.xxh3_64() if state is None else state
     update, digest, contexts = state.update, state.intdigest, []
-    for block, piece in enumerate(pieces):
+    for block, piece in enumerate(pieces, first_token // block_tokens):
         contexts.append(digest())
         update(piece)
         if block in blocks_with_keys:

@@ -90,7 +90,7 @@ def test_a_block_behind_a_twin_is_a_miss(
 ) -> None:
     """COR: its own name, tokens, parent and number are right, and so is the block before it."""
     if not context:
-        monkeypatch.setattr(prompt_module, "context_digests", lambda tokens, block_tokens, _: [0] * len(tokens))
+        monkeypatch.setattr(prompt_module, "context_digests", lambda tokens, *_: [0] * len(tokens))
     cache = client.attach(SMALL)
     one, other = twins(cache)
     store_one(cache, one, 0)
@@ -112,6 +112,6 @@ def test_no_hit_shows_bytes_of_a_prompt_with_equal_names(client: Client) -> None
 
 def test_without_the_context_a_hit_would_lie(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """COR: the twin. All else that a header names agrees, and the bytes are another prompt's."""
-    monkeypatch.setattr(prompt_module, "context_digests", lambda tokens, block_tokens, _: [0] * len(tokens))
+    monkeypatch.setattr(prompt_module, "context_digests", lambda tokens, *_: [0] * len(tokens))
     _, wrong = store_and_read(client, seed=0)
     assert wrong

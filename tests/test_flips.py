@@ -170,7 +170,7 @@ def flip_on_ssd(folder: Path, prompts: list[list[int]], places: list[int], rng: 
     """Changes state. In the middle block of each prompt, a bit at its place."""
     slab = (folder / "slab").read_bytes()
     for tokens, at in zip(prompts, places, strict=True):
-        begins = slab.index(Prompt(SPEC, HashKind.XXH3, tokens, ()).identities[1][0])
+        begins = slab.index(Prompt(SPEC, HashKind.XXH3, tokens, ()).identities(1)[0][0])
         flip(folder / "slab", begins + at, rng.randrange(8))
 
 

@@ -1,11 +1,13 @@
 """How a prompt is cut and named: what the index, the header and the daemon are told of one and the same block."""
 
+import random
+
 import numpy as np
 import pytest
 
 from kvstore import KVSpec
 from kvstore.core.layout import Header, parse_header
-from kvstore.service.prompt import Prompt
+from kvstore.service.prompt import PROMPTS_KEPT, TOKENS_KEPT, Prompt, RecentPrompts
 from radix import HashKind, block_symbols_of, keys_digest, root_hash
 from tests.daemons import SPEC
 from tests.models import page_of
@@ -138,3 +140,74 @@ def test_what_is_no_sequence_of_integers_is_a_type_error(bad: object) -> None:
     """CFG."""
     with pytest.raises(TypeError):
         Prompt(SPEC, HashKind.XXH3, bad, ())
+
+
+# --- what recent prompts know
+
+
+def everything(prompt: Prompt) -> list[object]:
+    rows = prompt.whole_identities
+    named = None if rows is None else rows.tobytes()
+    return [prompt.hashes, prompt.contexts, named, prompt.identities(0), prompt.tail, prompt.key_facts]
+
+
+def grown(rng: random.Random, old: list[int]) -> list[int]:
+    """Query. Tokens that go on from others, leave them midway, are the same, or begin anew."""
+    kept = old[: rng.choice((len(old), rng.randint(0, len(old))))]
+    return kept + [rng.randrange(3) for _ in range(rng.choice((0, 1, 16, rng.randint(0, 60))))]
+
+
+@pytest.mark.parametrize("kind", list(HashKind))
+@pytest.mark.parametrize("seed", range(8))
+def test_a_prompt_that_goes_on_from_another_is_the_prompt(seed: int, kind: HashKind) -> None:
+    """HSH, IDN: whatever it shares with which, and whatever that had made by then."""
+    rng, recent, prompts = random.Random(seed), RecentPrompts(), [[1, 2, 0]]
+    for _ in range(150):
+        tokens = grown(rng, rng.choice(prompts[-12:]))
+        prompts.append(tokens)
+        keys = sorted({(rng.randrange(80), rng.choice((b"a", b"b"))) for _ in range(rng.choice((0, 0, 1, 2)))})
+        fresh, met = Prompt(SPEC, kind, tokens, keys), recent.met(Prompt(SPEC, kind, tokens, keys))
+        assert met.hashes == fresh.hashes
+        if rng.random() < 0.3:
+            assert met.contexts == fresh.contexts
+        if rng.random() < 0.6:
+            first = rng.randint(0, met.num_blocks)
+            assert met.identities(first) == fresh.identities(first)
+            assert everything(met) == everything(fresh)
+
+
+def test_the_same_prompt_is_the_same_object_and_the_next_turn_takes_its_place() -> None:
+    """LEK: a chat is one prompt here, however many turns it has."""
+    recent = RecentPrompts()
+    first = recent.met(prompt_of(40))
+    assert recent.met(prompt_of(40)) is first
+    assert recent.met(prompt_of(40, [b"lora"])) is not first
+    for length in range(40, 400, 7):
+        recent.met(prompt_of(length))
+    assert len(recent._prompts) <= 3
+
+
+def test_recent_prompts_are_few_and_not_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LEK."""
+    recent = RecentPrompts()
+    for first in range(3 * PROMPTS_KEPT):
+        recent.met(Prompt(SPEC, HashKind.XXH3, [first] * 40, ()))
+    assert len(recent._prompts) == PROMPTS_KEPT
+    monkeypatch.setattr("kvstore.service.prompt.TOKENS_KEPT", 100)
+    recent.met(Prompt(SPEC, HashKind.XXH3, [77] * 40, ()))
+    assert len(recent._prompts) == 2
+    recent.met(Prompt(SPEC, HashKind.XXH3, [78] * 101, ()))
+    assert not recent._prompts, "longer than all that may be kept"
+    assert TOKENS_KEPT >= 131_072
+
+
+def test_a_salted_spec_shares_nothing_with_another() -> None:
+    """IDN: one cache has one spec, but who asks is not asked."""
+    recent, salted = (
+        RecentPrompts(),
+        KVSpec(
+            model="tiny", dtype="float32", num_layers=2, num_kv_heads=2, head_dim=16, block_tokens=16, tenant_salt="x"
+        ),
+    )
+    recent.met(prompt_of(64))
+    assert recent.met(prompt_of(64, spec=salted)).hashes == prompt_of(64, spec=salted).hashes

@@ -149,20 +149,27 @@ def identity_bytes(identity: Identity) -> bytes:
 
 
 def identity_rows(
-    fingerprint: bytes, root: bytes, hashes: bytes, tokens: bytes, contexts: Sequence[int], block_tokens: int
+    fingerprint: bytes,
+    parent: bytes,
+    hashes: bytes,
+    tokens: bytes,
+    contexts: Sequence[int],
+    block_tokens: int,
+    first: int = 0,
 ) -> npt.NDArray[np.void]:
     """Query. `identity_bytes` of a chain of whole blocks without extra keys, one row each: [B] of 112 + 4T bytes.
 
-    `root`: hash before the first of `hashes`. `tokens`: u32le, B x T of them. `contexts`: B of them.
+    `parent`: hash before the first of `hashes`. `tokens`: u32le, B x T of them. `contexts`: B of them. `first`: which
+    block of its prompt the first of these is.
     """
     rows = np.zeros(len(hashes) // 16, _identity_dtype(block_tokens))
-    chain = np.frombuffer(root + hashes, "V16")
+    chain = np.frombuffer(parent + hashes, "V16")
     rows["magic"], rows["version"] = MAGIC, VERSION
     rows["num_tokens"] = rows["block_tokens"] = block_tokens
     rows["fingerprint"] = np.frombuffer(fingerprint, "V32")
     rows["block_hash"], rows["parent"] = chain[1:], chain[:-1]
     rows["keys_start"] = block_tokens
-    rows["number"] = np.arange(len(rows))
+    rows["number"] = np.arange(first, first + len(rows))
     rows["context"] = contexts
     rows["tokens"] = np.frombuffer(tokens, "<u4").reshape(len(rows), block_tokens)
     return rows

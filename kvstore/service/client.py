@@ -21,7 +21,7 @@ from kvstore.service.embedded import EmbeddedEndpoint
 from kvstore.service.hit import Hit
 from kvstore.service.hold import Hold
 from kvstore.service.link import LEASE, RESERVATION, Attached, Attachment, Link, Session
-from kvstore.service.prompt import ExtraKeys, Prompt
+from kvstore.service.prompt import ExtraKeys, Prompt, RecentPrompts
 from kvstore.service.reservation import Reservation, bounded
 from kvstore.service.ticket import decode_ticket
 from kvstore.spec import KVSpec
@@ -98,6 +98,7 @@ class Cache:
         self._client = client  # which lives as long as its caches do
         self._link = link
         self._requests: WeakValueDictionary[str, Hit] = WeakValueDictionary()  # the caller's hits, by request id
+        self._recent = RecentPrompts()
 
     def match(self, token_ids: Any, extra_keys: ExtraKeys = ()) -> int:
         """Query. Tokens cached now; no pin, no promise. 0 on any fault. ValueError, TypeError: not token ids."""
@@ -233,7 +234,8 @@ class Cache:
         attached = session.attached.get(self._key)
         if attached is None:
             return None
-        return session, attached, Prompt(self.spec, attached.hash_kind, token_ids, extra_keys)
+        prompt = Prompt(self.spec, attached.hash_kind, token_ids, extra_keys)
+        return session, attached, self._recent.met(prompt)
 
     def _grant(self, at: Attached, number: int, prompt: Prompt, start: int) -> wire.Reserved | None:
         """Slots for all that is missing; if that is too much, for as much as fits. Both within one deadline."""
@@ -254,7 +256,7 @@ class Cache:
         def make(request_id: int) -> wire.Request:
             return wire.Reserve(request_id, at.session, at.spec_id, number, hashes, start, tail, at.member)
 
-        return self._link.ask(wire.Reserved, make, due_ms - self._link.now_ms(), lambda: prompt.identities)
+        return self._link.ask(wire.Reserved, make, due_ms - self._link.now_ms(), lambda: prompt.whole_identities)
 
     @property
     def _shard(self) -> Shard | None:

@@ -1,13 +1,19 @@
-"""A prompt as the index knows it: block hashes, token bytes and extra keys, cut into blocks."""
+"""A prompt as the index knows it: block hashes, token bytes and extra keys, cut into blocks.
+
+Hashes and header texts are made when they are asked for, and what an earlier prompt of the same beginning has made of
+it is not made again: the next turn of a chat costs what is new in it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from itertools import zip_longest
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from kvstore.core.layout import Identity, identity_bytes, identity_rows, identity_sum
 from kvstore.spec import KVSpec
@@ -26,6 +32,7 @@ from radix import (
 from transports.messages import BLOCKS_MAX, TOKENS_MAX
 
 ExtraKeys = Sequence[bytes | tuple[int, bytes]]
+PROMPTS_KEPT, TOKENS_KEPT = 8, 1 << 20  # about 30 bytes a token, header texts included
 
 
 class Prompt:
@@ -49,11 +56,55 @@ class Prompt:
         self.tokens = tokens[: 4 * num_tokens]
         self.num_tokens = num_tokens
         self.num_blocks = -(-num_tokens // spec.block_tokens)
+        self._kind = kind
         self._root = root_hash(spec.fingerprint, kind)
         self._keys = keys_in(keys, 0, num_tokens)
-        if hashes is None:
-            hashes = hash_prefix(self._root, self.tokens, spec.block_tokens, kind, self._keys)
-        self.hashes = hashes
+        self._known_hashes = b"" if hashes is None else hashes
+        self._known_contexts: tuple[list[int], xxhash.xxh3_64] = [], xxhash.xxh3_64()
+        self._known_identities: npt.NDArray[np.void] | None = None
+
+    @property
+    def num_whole_blocks(self) -> int:
+        """Query."""
+        return self.num_tokens // self.spec.block_tokens
+
+    def is_same(self, other: Prompt) -> bool:
+        """Query. Whether both are of the same tokens and extra keys, in one spec."""
+        return (self._root, self._keys, self.tokens) == (other._root, other._keys, other.tokens)
+
+    def num_shared_blocks(self, other: Prompt) -> int:
+        """Query. Leading whole blocks of which both have the same tokens and extra keys."""
+        width = 4 * self.spec.block_tokens
+        if self._root != other._root or self.tokens[:width] != other.tokens[:width]:
+            return 0
+        count = min(self.num_tokens, other.num_tokens)
+        differ = np.frombuffer(self.tokens, "<u4", count) != np.frombuffer(other.tokens, "<u4", count)
+        count = int(differ.argmax()) if differ.any() else count
+        if self._keys != other._keys:
+            pairs = zip_longest(self._keys, other._keys)
+            parting = next(pair for pair in pairs if pair[0] != pair[1])
+            count = min(count, *(key[0] for key in parting if key is not None))
+        return count // self.spec.block_tokens
+
+    def go_on_from(self, other: Prompt, num_blocks: int) -> Self:
+        """Changes state. What another prompt knows of the first whole blocks, which both share, is known here, too."""
+        self._known_hashes = other.hashes[: num_blocks * HASH_NBYTES]
+        contexts, state = other.__dict__.get("_whole_contexts", ([], None))
+        if state is not None and num_blocks == len(contexts):
+            self._known_contexts = contexts, state
+        rows = other.__dict__.get("whole_identities")
+        self._known_identities = None if rows is None else rows[:num_blocks]
+        return self
+
+    @cached_property
+    def hashes(self) -> bytes:
+        """Of all blocks."""
+        known, at = self._known_hashes, len(self._known_hashes) // HASH_NBYTES
+        if at == self.num_blocks:
+            return known
+        width = self.spec.block_tokens
+        parent, tokens = known[-HASH_NBYTES:] or self._root, self.tokens[4 * at * width :]
+        return known + hash_prefix(parent, tokens, width, self._kind, self._keys, first_token=at * width)
 
     @property
     def key_facts(self) -> list[tuple[int, bytes]]:
@@ -98,34 +149,47 @@ class Prompt:
         return block_symbols(self.block_tokens(block), keys_in(self._keys, first, first + self.spec.block_tokens))
 
     @cached_property
+    def _whole_contexts(self) -> tuple[list[int], xxhash.xxh3_64]:
+        """Of whole blocks, and the state that has eaten them all."""
+        width = self.spec.block_tokens
+        known, state = self._known_contexts
+        state, first, end = state.copy(), len(known) * width, self.num_whole_blocks * width
+        new = context_digests(self.tokens[4 * first : 4 * end], width, self._keys, state, first)
+        return known + new, state
+
+    @cached_property
     def contexts(self) -> list[int]:
         """Per block, the digest of all tokens and extra keys before it."""
-        return context_digests(self.tokens, self.spec.block_tokens, self._keys)
+        contexts, state = self._whole_contexts
+        return contexts if self.num_blocks == len(contexts) else [*contexts, state.intdigest()]
 
     @cached_property
     def whole_identities(self) -> npt.NDArray[np.void] | None:
         """Identity rows of all whole blocks, made at once; None where extra keys need the slow way."""
         if self._keys:
             return None
-        count = self.num_tokens // self.spec.block_tokens
-        return identity_rows(
+        known, count, width = self._known_identities, self.num_whole_blocks, self.spec.block_tokens
+        first = 0 if known is None else len(known)
+        new = identity_rows(
             self.spec.fingerprint,
-            self._root,
-            self.hashes[: count * HASH_NBYTES],
-            self.tokens[: count * 4 * self.spec.block_tokens],
-            self.contexts[:count],
-            self.spec.block_tokens,
+            self.parent_hash(first),
+            self.hashes[first * HASH_NBYTES : count * HASH_NBYTES],
+            self.tokens[4 * first * width : 4 * count * width],
+            self.contexts[first:count],
+            width,
+            first,
         )
+        return new if known is None else np.concatenate((known, new))
 
-    @cached_property
-    def identities(self) -> list[tuple[bytes, int]]:
-        """What the headers of all blocks begin with, and its sum."""
+    def identities(self, first: int) -> list[tuple[bytes, int]]:
+        """Query. What the headers of the blocks from `first` on begin with, and its sum."""
         rows, spec = self.whole_identities, self.spec
-        texts = [row.tobytes() for row in rows] if rows is not None else []
-        texts += [identity_bytes(self.identity(block)) for block in range(len(texts), self.num_blocks)]
+        texts = [row.tobytes() for row in rows[first:]] if rows is not None else []
+        texts += [identity_bytes(self.identity(block)) for block in range(first + len(texts), self.num_blocks)]
+        starts = range(first * spec.block_tokens, self.num_tokens, spec.block_tokens)
         return [
             (text, identity_sum(text, spec.payload_nbytes(min(spec.block_tokens, self.num_tokens - start))))
-            for text, start in zip(texts, range(0, self.num_tokens, spec.block_tokens), strict=True)
+            for text, start in zip(texts, starts, strict=True)
         ]
 
     def identity(self, block: int) -> Identity:
@@ -144,3 +208,38 @@ class Prompt:
             self.contexts[block],
             self.spec.block_tokens,
         )
+
+
+class RecentPrompts:
+    """The last prompts of a cache. Several threads may ask: what one of them adds, another may lose, no more."""
+
+    def __init__(self) -> None:
+        self._prompts: tuple[Prompt, ...] = ()
+
+    def met(self, prompt: Prompt) -> Prompt:
+        """Changes state. The prompt, or the same one met before; it knows what recent ones know of its beginning."""
+        best, shared = None, 0
+        for other in self._prompts:
+            count = prompt.num_shared_blocks(other)
+            if count > shared:
+                best, shared = other, count
+            if count and count == other.num_whole_blocks:
+                break  # it goes on from there, so no other has more of it, or hardly any
+        if best is not None:
+            prompt = best if prompt.is_same(best) else prompt.go_on_from(best, shared)
+        is_grown = best is not None and shared == best.num_whole_blocks
+        others = (other for other in self._prompts if other is not prompt and not (is_grown and other is best))
+        self._prompts = _first_of((prompt, *others))
+        _ = prompt.hashes  # now, and not while a connection is locked
+        return prompt
+
+
+def _first_of(prompts: tuple[Prompt, ...]) -> tuple[Prompt, ...]:
+    """As many as may be kept."""
+    kept, room = [], TOKENS_KEPT
+    for prompt in prompts[:PROMPTS_KEPT]:
+        room -= prompt.num_tokens
+        if room < 0:
+            break
+        kept.append(prompt)
+    return tuple(kept)

@@ -215,9 +215,9 @@ class Reservation:
 
         All ranks of a group write the same, so it does not matter who comes last; their sums the daemon puts there.
         """
-        slab, spec, identities = self.hold.session.slab, self.prompt.spec, self.prompt.identities
-        for number, block in enumerate(blocks, self.start // spec.block_tokens):
-            identity, sum_of_identity = identities[number]
+        slab, spec = self.hold.session.slab, self.prompt.spec
+        identities = self.prompt.identities(self.start // spec.block_tokens)
+        for block, (identity, sum_of_identity) in zip(blocks, identities, strict=False):
             is_summed = block.sum is not None and self._shard is None
             rects = (Rect(whole_of(spec), block.sum or 0),) if is_summed else ()
             tail = header_tail(spec.payload_nbytes(block.num_tokens), sum_of_identity, self._generation, rects)
