@@ -4,7 +4,9 @@
 """
 
 import os
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -19,14 +21,20 @@ FIXED = range(12)
 NUM_FRESH = 4
 
 
+def tallies_of(plans: Iterable[Plan]) -> list[Tally]:
+    """Changes state. A world of each, on all cores."""
+    with ProcessPoolExecutor() as pool:
+        return list(pool.map(partial(tally_of, num_steps=STEPS_PER_WORLD), plans))
+
+
 def test_fixed_seeds_neither_lie_nor_leak() -> None:
     """COR, LEK, RST, DSK, TTL, HNG, TPP: whatever happens to processes, ranks, daemon and disks, what is read is right,
     each call ends in time, nothing stays held, what was not lost is found, and a ticket tells all who redeem it the
     same. Every fault and every outcome happens."""
     total = Tally()
-    for seed in FIXED:
-        total.add(tally_of(plan_of(seed), STEPS_PER_WORLD))
-        assert total.failure is None, explain(shrink(total.failure, 20.0))
+    for tally in tallies_of(map(plan_of, FIXED)):
+        total.add(tally)
+    assert total.failure is None, explain(shrink(total.failure, 20.0))
     assert not [kind for kind in FAULT_KINDS if not total.faults[kind]], total.faults
     assert not [what for what in OUTCOMES if not total.seen[what]], total.seen
     assert 0.2 <= total.hit_ratio <= 0.8
@@ -35,20 +43,18 @@ def test_fixed_seeds_neither_lie_nor_leak() -> None:
 def test_fresh_seeds() -> None:
     """COR, LEK, RST, DSK, TTL, HNG, TPP: as the fixed ones; the first seed is told, so a failure can be had again."""
     first = int.from_bytes(os.urandom(4), "little")
-    for seed in range(first, first + NUM_FRESH):
-        failure = tally_of(plan_of(seed), STEPS_PER_WORLD).failure
-        assert failure is None, explain(shrink(failure, 20.0))
+    for tally in tallies_of(map(plan_of, range(first, first + NUM_FRESH))):
+        assert tally.failure is None, explain(shrink(tally.failure, 20.0))
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_the_twin_hits_what_the_model_predicts(seed: int) -> None:
+def test_the_twin_hits_what_the_model_predicts() -> None:
     """HSH, IDN: where nothing goes wrong, each hit is exactly the longest common token prefix with anything stored,
     extra keys counted; over restarts in which memory is lost, too."""
-    tally = tally_of(Plan(seed, faults=False), STEPS_PER_WORLD)
-    assert tally.failure is None, explain(tally.failure)
-    assert tally.seen["hits"] > tally.seen["lookups"] / 3
-    assert set(tally.misses) == {"not cached"}
-    assert not tally.faults["power lost"] + tally.faults["process killed"]
+    for tally in tallies_of(Plan(seed, faults=False) for seed in range(4)):
+        assert tally.failure is None, explain(tally.failure)
+        assert tally.seen["hits"] > tally.seen["lookups"] / 3
+        assert set(tally.misses) == {"not cached"}
+        assert not tally.faults["power lost"] + tally.faults["process killed"]
 
 
 def test_a_seed_is_a_whole_run() -> None:
