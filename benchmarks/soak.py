@@ -513,7 +513,8 @@ def _is_settled(facts: dict[str, Any], own_session: int) -> bool:
     others = [each for each in facts["sessions"] if each["id"] != own_session]
     if others or memory["reserved_nbytes"] or memory["sessions_unaccounted"] or not disk["ready"]:
         return False
-    return bool(disk["idle"]) and not disk["loading_nbytes"]
+    # Write-back holds some back for as long as there is room: it is written when the daemon ends.
+    return bool(disk["idle"] or disk["write"] == "back") and not disk["loading_nbytes"]
 
 
 def held_nbytes(facts: dict[str, Any], own_session: int) -> int:
@@ -563,7 +564,8 @@ def leaks_of(watch: Watch, storm: Storm, daemon: Daemon, folder: Path) -> tuple[
     watch.close()
     _stop_in_order(daemon, storm.tally)
     nbytes, num_bad = on_disk(folder)
-    leaks["ssd"] = abs(nbytes - facts["disk"]["cached_nbytes"])
+    known_nbytes, waiting_nbytes = facts["disk"]["cached_nbytes"], facts["disk"]["queued_nbytes"]
+    leaks["ssd"] = max(0, nbytes - known_nbytes - waiting_nbytes, known_nbytes - nbytes)
     leaks["left"] = left_nbytes(daemon)
     return leaks, num_bad
 
