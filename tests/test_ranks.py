@@ -51,13 +51,20 @@ def daemon() -> Iterator[Daemon]:
         yield started.wait_ready()
 
 
+@contextmanager
+def ranks_of(daemon: Daemon, count: int) -> Iterator[list[Rank]]:
+    """Changes state. So many processes, for the length of the block."""
+    with ExitStack() as held:
+        ranks = [Rank(daemon.address) for _ in range(count)]
+        for rank in ranks:
+            held.callback(rank.close)
+        yield ranks
+
+
 @pytest.fixture(scope="module")
 def processes(daemon: Daemon) -> Iterator[list[Rank]]:
     """As many as the largest engine has ranks. They attach to what a test wants, and hold nothing after it."""
-    with ExitStack() as held:
-        ranks = [Rank(daemon.address) for _ in range(NUM_RANKS)]
-        for rank in ranks:
-            held.callback(rank.close)
+    with ranks_of(daemon, NUM_RANKS) as ranks:
         yield ranks
 
 
@@ -356,11 +363,7 @@ def test_tickets_that_are_none(processes: list[Rank], client: Client) -> None:
 
 def test_another_daemon_has_none_of_the_tickets() -> None:
     """RST: what was redeemed is read on while no daemon is there, and under the next one; what was not is a miss."""
-    with Daemon() as daemon, ExitStack() as held:
-        daemon.wait_ready()
-        ranks = [Rank(daemon.address) for _ in range(4)]
-        for rank in ranks:
-            held.callback(rank.close)
+    with Daemon() as daemon, ranks_of(daemon.wait_ready(), 4) as ranks:
         tokens = chat(1, LENGTH)
         store_by(engine(ranks, "TP4", MHA), tokens)
         with daemon.connect() as client:
@@ -390,11 +393,8 @@ def test_another_daemon_has_none_of_the_tickets() -> None:
 def test_what_comes_from_the_ssd_is_the_same_for_all_ranks(tmp_path: Path) -> None:
     """Rectangles and their sums go down and come up."""
     disk = "--disk.path", str(tmp_path), "--disk.capacity", "64MiB", "--disk.write_budget", "unlimited"
-    with Daemon(*disk, "--memory.keep", "false", capacity="8MiB") as daemon, ExitStack() as held:
-        ranks = [Rank(daemon.address) for _ in range(4)]
-        for rank in ranks:
-            held.callback(rank.close)
-        daemon.wait_ready()
+    small = Daemon(*disk, "--memory.keep", "false", capacity="8MiB")
+    with small as daemon, ranks_of(daemon.wait_ready(), 4) as ranks:
         tokens = chat(1, 64)  # short blocks are not written
         with daemon.connect() as client:
             wait_until(lambda: is_idle(client))
@@ -414,11 +414,7 @@ def test_what_comes_from_the_ssd_is_the_same_for_all_ranks(tmp_path: Path) -> No
 @pytest.mark.parametrize("rank_of_damage", [0, 3])
 def test_a_damaged_rectangle_is_a_miss_for_whoever_reads_of_it(rank_of_damage: int) -> None:
     """COR: memory.verify. Readers of other rectangles have theirs; nobody has wrong bytes."""
-    with Daemon("--memory.verify", "true") as daemon, ExitStack() as held:
-        daemon.wait_ready()
-        ranks = [Rank(daemon.address) for _ in range(4)]
-        for rank in ranks:
-            held.callback(rank.close)
+    with Daemon("--memory.verify", "true") as daemon, ranks_of(daemon.wait_ready(), 4) as ranks:
         tokens = chat(1, LENGTH)
         store_by(engine(ranks, "TP4", MHA), tokens)
         part = SHAPES["TP4"](MHA)[rank_of_damage]
