@@ -52,4 +52,4 @@ def is_whole(header: Header, slot: memoryview) -> bool:
     # Parts of one group are equal or apart (Groups.join), so those that differ cover what their areas sum to.
     covered = sum(shard.area for shard in {rect.shard for rect in header.rects}) == num_layers * num_heads
     rows = num_layers * (2 if num_heads > 1 else 1) * num_heads
-    return covered and not len(payload) % rows and are_right(payload, num_layers, num_heads, header.rects)
+    return covered and rows > 0 and not len(payload) % rows and are_right(payload, num_layers, num_heads, header.rects)

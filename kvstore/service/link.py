@@ -94,7 +94,7 @@ class Session:
     lingering: set[object] = field(default_factory=set)  # holds that wait for their arrays: nothing else keeps them
     ended_leases: deque[int] = field(default_factory=deque)  # ended here, not yet said: bounded by in_use's history
     ended_reservations: deque[int] = field(default_factory=deque)
-    ended_readings: deque[int] = field(default_factory=deque)  # shares
+    ended_readings: deque[tuple[int | None, int]] = field(default_factory=deque)  # descriptor, share
     guard: threading.Lock = field(default_factory=threading.Lock)  # of the slots of what is in use
     num_populated: int = 0  # extents mapped into this process
 
@@ -111,7 +111,7 @@ class Session:
         """Changes state. Note the end of a LEASE, a RESERVATION, or whichever it is. Safe in a finaliser."""
         holding = self.in_use.pop(number, None)  # first: what `holds` finds after this is not told to anybody
         if holding is not None and holding.share:
-            self.ended_readings.append(holding.share)
+            self.ended_readings.append((self.lock_fd, holding.share))
         if RESERVATION in kinds:
             self.ended_reservations.append(number)
         if LEASE in kinds or number in self.carried:
@@ -127,7 +127,7 @@ class Session:
     def stop_readings(self) -> None:
         """Changes state. Those that have ended."""
         while self.ended_readings:
-            stop_reading(self.lock_fd, self.ended_readings.popleft())
+            stop_reading(*self.ended_readings.popleft())
 
     def say_what_ended(self, send: Callable[[wire.Message], bool]) -> None:
         """Changes state. Tell of ended leases and reservations; what cannot be sent now is kept for later."""
@@ -608,6 +608,7 @@ class Link:
             self.num_reconnects += 1
             self._exchange.forget_all()  # those replies died with the daemon that was asked
         if session is not self.session:
+            session.ended_readings = self.session.ended_readings  # of what it still reads
             self.session.let_go()
             self.session = session
         self._breaker.heal()
