@@ -179,6 +179,7 @@ class Prompt:
             width,
             first,
         )
+        self._known_identities = None  # of another prompt, which need not live as long
         return new if known is None else np.concatenate((known, new))
 
     def identities(self, first: int) -> list[tuple[bytes, int]]:
