@@ -164,7 +164,10 @@ class Cache:
             return Hit(None, None, None)
         if (known.epoch, known.fingerprint) != (session.welcome.epoch, self.spec.fingerprint):
             return Hit(None, None, None)
-        prompt = Prompt(self.spec, at.hash_kind, np.frombuffer(known.tokens, "<u4"), known.keys, known.hashes)
+        try:
+            prompt = Prompt(self.spec, at.hash_kind, np.frombuffer(known.tokens, "<u4"), known.keys, known.hashes)
+        except ValueError:  # sealed as it should be, and yet of tokens or keys that cannot be
+            return Hit(None, None, None)
         hold = Hold(self._client, self._link, session)
         hit = Hit(prompt, hold, self._shard, is_shared=True)
         is_there = hold.read_under(known.share)

@@ -606,7 +606,9 @@ class Service:
         self, slot: int, spec: KVSpec, shards: tuple[Shard, ...], sums: tuple[int | None, ...]
     ) -> bytes | None:
         header = self.slab.header(slot)
-        if header is None or header.payload_nbytes > spec.block_nbytes:
+        if header is None or header.payload_nbytes != spec.payload_nbytes(len(header.identity.tokens) // 4):
+            return None  # a writer's word: not even whole rows, maybe
+        if header.payload_nbytes > spec.block_nbytes:
             return None
         payload = self.slab.payload(self.slab.offset(slot, spec.slot_nbytes), header.payload_nbytes)
         rects = [
