@@ -444,7 +444,7 @@ def test_nothing_that_anybody_reads_is_given_out(seed: int) -> None:
     rng, node = random.Random(seed), Node(session_share=0.75)
     store, sessions, now_ms = node.store, [node.owner, node.open()], 0.0
     read: dict[int, bytes] = {}  # slots under each number that was ever given
-    for _ in range(400):
+    for at in range(250):
         session, lease = rng.choice(sessions), rng.randint(1, 6)
         share = rng.choice([*read, 5]) if read else 5
         match rng.randrange(10):
@@ -473,7 +473,8 @@ def test_nothing_that_anybody_reads_is_given_out(seed: int) -> None:
                     sessions.remove(session)
                     store.close_session(session, now_ms, died=True)
                     sessions.append(node.open())
-        store.check()
+        if at % 5 == 0:
+            store.check()
         for each, num_readers in node.readers.reading.items():
             if num_readers:
                 states = {store.memory.state_of(slot) for slot in memoryview(read[each]).cast("I")}

@@ -16,8 +16,10 @@ import numpy as np
 from kvstore import Client, KVSpec
 from kvstore.clock import Clock, MonotonicClock, SimClock
 from kvstore.config import config_from
+from kvstore.core.layout import Header, Identity, Rect, Shard
 from kvstore.core.store import QUARANTINE_MS
 from kvstore.service.embedded import embedded_service
+from kvstore.service.liveness import start_reading, stop_reading
 from kvstore.service.prompt import Prompt
 from kvstore.service.service import Service
 from kvstore.spec import encode_spec
@@ -33,6 +35,7 @@ from tests.daemons import (
     verified,
     wait_until,
 )
+from tests.models import page_of
 from transports import messages as wire
 from transports.errors import RemoteProtocolError
 
@@ -42,6 +45,10 @@ NO_SPEC_ID = 60_000
 ID_MAX = (1 << 63) - 1
 TIMES_MS = [0.0, 5e-324, 1e-9, 1.0, wire.MS_MAX]
 WAITS_MS = [0.0, 0.0, 5.0, 1000.0, wire.MS_MAX]
+# Of SPEC, whose layers and heads are two each: parts that fit together, that overlap these, and that are none.
+FITTING = [((0, 2), (0, 1)), ((0, 2), (1, 2))]
+RANKS = [*FITTING * 4, ((0, 1), (0, 2)), ((0, 2), (0, 2)), ((1, 4095), (0, 2)), ((2, 2), (1, 0))]
+SHARDS = [Shard(*each) for each in [*FITTING, ((0, 2), (0, 2)), ((0, 4), (0, 0)), ((0, 0), (0, 0)), ((0, 4095),) * 2]]
 OPAQUE = KVSpec(model="o", dtype="uint8", num_layers=1, layout="x", token_nbytes=64, block_tokens=16, grain_tokens=4)
 
 
@@ -188,6 +195,9 @@ class Stranger:
         self._choose = choose
         self._waits: list[_Asked] = []
         self._members, self._shares = [0, 0, 1, ID_MAX], [0, 1, ID_MAX]
+        self._places: list[tuple[int, int, int]] = []  # session, spec id, member: as a rank has them
+        self._reserved: list[tuple[int, int]] = []  # session, reservation
+        self._readings: list[int] = []  # shares under which it reads on, as another process would
         kind = node.cache._link.session.attached[SPEC.fingerprint, None].hash_kind
         self._true = [Prompt(SPEC, kind, prompt, ()) for prompt in choose.sample(prompts, min(4, len(prompts)))]
         self.say(wire.Hello(1, 1, 1), fills=False)
@@ -208,10 +218,12 @@ class Stranger:
             assert isinstance(message, wire.Request)
             assert reply.request_id == message.request_id
             assert wire.decode(wire.encode(reply)) == reply
-            self._use(reply, fills)
+            self._use(message, reply, fills)
 
     def say_anything(self) -> None:
-        """Changes state."""
+        """Changes state. Now and then it begins to read under a share, or stops: of that no message tells."""
+        if self._choose.random() < 0.1:
+            self._read_on(self._choose.choice(self._shares))
         message: wire.Message | None = self._message()
         assert message is not None
         if self._choose.random() < 0.2:
@@ -229,6 +241,10 @@ class Stranger:
         for session in self.sessions:
             with self._node.lock:
                 self._node.service.store.close_session(session, self._node.clock.now_ms(), died=True)
+        self._node.check()  # while it still reads
+        for share in set(self._readings):
+            while share in self._readings:
+                self._read_on(share)
         self._node.later(QUARANTINE_MS)  # of what a session carried over and said goodbye with
         for wait, _, replies in self._waits:
             assert len(replies) == 1, wait
@@ -238,7 +254,19 @@ class Stranger:
             assert len(replies) <= 1, wait
             assert replies or self._node.clock.now_ms() < due_ms, wait
 
-    def _use(self, reply: wire.Reply, fills: bool) -> None:
+    def _read_on(self, share: int) -> None:
+        with self._node.lock:
+            if share in self._readings:
+                self._readings.remove(share)
+                stop_reading(None, share)
+            elif start_reading(None, self._node.service.epoch, share):
+                self._readings.append(share)
+
+    def _use(self, message: wire.Request, reply: wire.Reply, fills: bool) -> None:
+        if isinstance(reply, wire.Attached) and isinstance(message, wire.Attach) and reply.member:
+            self._places.append((message.session, reply.spec_id, reply.member))
+        if isinstance(reply, wire.Reserved) and isinstance(message, wire.Reserve) and reply.slots:
+            self._reserved.append((message.session, message.reservation))
         match reply:
             case wire.Welcome() if reply.session not in (*self.sessions, self._node.session):
                 self.sessions.append(reply.session)
@@ -247,16 +275,20 @@ class Stranger:
                 self._members.append(reply.member)
             case wire.Acquired():
                 self._shares.append(reply.share)
-            case wire.Reserved() if fills:
+            case wire.Reserved() if fills and isinstance(message, wire.Reserve):
                 slab, memory = self._node.service.slab, self._node.service.store.memory
-                for slot in np.frombuffer(reply.slots, np.uint32).tolist():
-                    slab.write(slab.offset(slot, memory.slot_nbytes_of(slot)), self._choose.randbytes(64))
+                slots = np.frombuffer(reply.slots, np.uint32).tolist()
+                hashes = message.hashes[len(message.hashes) - 16 * len(slots) :]
+                for at, slot in enumerate(slots):
+                    page = _header_of(self._choose, hashes[16 * at : 16 * at + 16], reply.generation)
+                    slab.write(slab.offset(slot, memory.slot_nbytes_of(slot)), page)
 
     def _message(self) -> wire.Message:
         """A well-formed one whose values make no sense. Its kind is chosen first: little is drawn that is not used."""
         choose = self._choose
         session = choose.choice(self.sessions * 20 + [self.sessions[0] + 1, 0])
-        return choose.choice([self._request, self._request, self._small_request, self._notice])(session)
+        kinds = [self._request, self._request, self._small_request, self._notice, self._as_rank]
+        return choose.choice(kinds)(session)
 
     def _request(self, session: int) -> wire.Message:
         choose = self._choose
@@ -294,6 +326,25 @@ class Stranger:
             case _:
                 seldom = choose.random() < 0.1
                 return wire.Clear(1, session, choose.choice(self.spec_ids)) if seldom else wire.GetStatus(1)
+
+    def _as_rank(self, session: int) -> wire.Message:
+        """What ranks say who fill blocks together: mostly as they should, else hardly any would ever be whole."""
+        choose = self._choose
+        kind = choose.choice([wire.Attach, wire.Commit, wire.Commit, wire.Reserve, wire.Reserve])
+        if kind is wire.Commit and self._reserved:
+            session, number = self._reserved.pop(choose.randrange(len(self._reserved)))
+            summed, sums = choose.randbytes(1 + self._few()), choose.randbytes(8 * choose.choice([0, 1, self._few()]))
+            return wire.Commit(1, session, number, summed, choose.random() < 0.3, sums=sums)
+        if kind is wire.Reserve and self._places:
+            session, spec_id, member = choose.choice(self._places)
+            if choose.random() < 0.1:
+                member = choose.choice(self._members)
+            chain = choose.choice([b"\xf0", b"\xf1", b"\xf0\xf1"])
+            hashes = b"".join(bytes([number]) * 16 for number in chain)
+            start, number = choose.choice([0, 0, 0, 16]), choose.randrange(8)
+            return wire.Reserve(1, session, spec_id, number, hashes, start, b"", member)
+        layers, heads = choose.choice(RANKS)
+        return wire.Attach(1, session, encode_spec(SPEC), choose.choice(["r", "r", "s"]), layers, heads)
 
     def _notice(self, session: int) -> wire.Message:
         choose, few = self._choose, self._few
@@ -335,6 +386,18 @@ class Stranger:
 
     def _count(self) -> int:
         return self._choose.choice([0, 1, 5, 40, 1 << 40])
+
+
+def _header_of(choose: random.Random, block_hash: bytes, generation: int) -> bytes:
+    """Query. What a slot may begin with: rubbish, or all of a header, whose sums fit what is no block."""
+    if choose.random() < 0.5:
+        return choose.randbytes(64)
+    tokens, zero = choose.choice([4, 4, 128]) * block_hash, bytes(16)  # other hashes mean other tokens, or no tree is
+    count = len(tokens) // 4
+    identity = Identity(SPEC.fingerprint, block_hash, zero, 0, tokens, count, zero, 0, count)
+    shards = [choose.choice(SHARDS) for _ in range(choose.choice([0, 1, 2, 4]))]
+    nbytes = choose.choice([0, 1, SPEC.block_nbytes, 1 << 63])
+    return page_of(Header(identity, nbytes, generation, tuple(Rect(shard, 0) for shard in shards)))
 
 
 def mutated(choose: random.Random, message: wire.Message) -> wire.AnyMessage | None:
