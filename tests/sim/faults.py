@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvstore.core.groups import PARTS_MS
 from kvstore.core.layout import HEADER_NBYTES, TOKENS_OFFSET, Header
 from kvstore.core.slots import SLOTS_PER_EXTENT_MAX
 from kvstore.core.store import QUARANTINE_MS
@@ -60,6 +61,14 @@ def process_stalls(world: World) -> None:
         world.machine.faults["process stalled"] += 1
 
 
+def rank_stalls(world: World) -> None:
+    """SIGSTOP, while the others of its engine wait for its part, or for its end."""
+    process = _some(world, lambda each: not (each.is_dead or each.is_stalled) and each.rank and each.fillings)
+    if process is not None:
+        process.is_stalled = True
+        world.machine.faults["rank stalled"] += 1
+
+
 def process_wakes(world: World) -> None:
     """SIGCONT: it goes on as if nothing had been."""
     process = _some(world, lambda each: each.is_stalled and not each.is_dead)
@@ -100,6 +109,25 @@ def an_hour_passes(world: World) -> None:
     """TTL: between any two steps."""
     world.advance(HOUR_MS)
     world.machine.faults["an hour at once"] += 1
+
+
+def rank_dies_with_daemon(world: World) -> None:
+    """Its device writes on to what it held, where only the other ranks can say that it is held."""
+    process = _some(world, lambda each: not each.is_dead and each.rank and any(part.half for part in each.fillings))
+    if process is not None and world.node.daemon is not None:
+        _die(world, process)
+        world.machine.faults["process killed writing"] += 1
+        daemon_is_replaced(world)
+
+
+def patience_ends(world: World) -> None:
+    """A part that nobody is at has been waited for long enough."""
+    world.advance(PARTS_MS)
+
+
+def room_is_needed(world: World) -> None:
+    """All that nobody holds goes, so that it is another block soon."""
+    world.memory_is_needed(share=1)
 
 
 # The daemon
@@ -229,7 +257,6 @@ def disk_bit_flips(world: World) -> None:
         return
     offset = DATA_OFFSET + extent // folder.superblock.num_paths * size + index * slot_nbytes
     folder.file.flip(offset + world.rng.randrange(slot_nbytes), world.rng.randrange(8))
-    world.damaged.add(folder.rows.rows[slot].block_hash)
     world.machine.faults["bit flipped on disk"] += 1
 
 
@@ -311,6 +338,7 @@ HAPPENINGS = Happenings(
         "payload_bit_flips": 2,
         "handler_raises": 0.6,
     },
+    ranks={"rank_stalls": 3, "rank_dies_with_daemon": 3, "patience_ends": 2, "room_is_needed": 4},
 )
 HAPPENINGS.by_name = {name: getattr(World, name, None) or globals()[name] for name in [*HAPPENINGS.names, "heal"]}
 FAULT_KINDS = (
@@ -321,10 +349,11 @@ FAULT_KINDS = (
     *("completions late", "completions out of order"),
     *(what for what, *_ in CALLS),
     *("index damaged", "path gone", "bit flipped on disk", "bit flipped in a header", "bit flipped in a payload"),
-    "handler raised",
+    *("handler raised", "rank stalled"),
 )
 OUTCOMES = (
     *("hits", "partial hits", "reserved", "nothing reserved", "committed", "not committed", "aborted", "cleared"),
     *("reconnected", "connect refused", "read after all", "twin restarted"),
-    *("parts reserved", "parts committed", "blocks of several ranks", "tickets", "redeemed", "redeemed by a rank"),
+    *("parts reserved", "parts committed", "parts already", "parts given up", "parts never came", "ranks refused"),
+    *("blocks of several ranks", "tickets", "redeemed", "redeemed by a rank", "redeemed too late", "read on"),
 )

@@ -1,4 +1,4 @@
-"""What the real code stands on, simulated: tasks instead of threads, files that lose what was not synced, locks."""
+"""What the real code stands on, simulated: tasks instead of threads, files that lose what was not synced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import numpy as np
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from kvstore.clock import SimClock
-from kvstore.errors import DaemonUnavailable
 from kvstore.media.index import ROW, BlockRow, IndexDamaged
 from kvstore.service.movers import Lane
 
@@ -385,76 +384,3 @@ class SimIndex:
         return dict(self.held.facts)
 
     def close(self) -> None: ...
-
-
-# Record locks
-
-
-class SimLocks:
-    """The sessions file: which process holds which byte, and who reads under which share.
-
-    `current`: the process whose code runs. `epoch`: of the daemon, while it lives.
-    """
-
-    def __init__(self) -> None:
-        self.holders: dict[int, object] = {}
-        self.current: Any = None
-        self.epoch: int | None = None
-        self._admitted: set[int] = set()
-        self._readings: Counter[tuple[int, int]] = Counter()  # by pid and share
-
-    def hold(self, path: Path, number: int) -> int:
-        """As liveness.hold_session."""
-        if self.holders.setdefault(number, self.current) is not self.current:
-            raise DaemonUnavailable("sessions file: another process holds it")
-        pid: int = self.current.pid
-        return pid  # stands for a descriptor, which is a process's own
-
-    def let_go(self, fd: int, number: int) -> None:
-        """As liveness.let_session_go."""
-        if self.holders.get(number) is self.current:
-            del self.holders[number]
-
-    def lose(self, holder: object) -> None:
-        """Changes state. Its process died, or closed the wrong descriptor."""
-        self.holders = {number: each for number, each in self.holders.items() if each is not holder}
-
-    def admit_from(self, epoch: int) -> None:
-        """Changes state. As SessionsFile.admit_from, of a daemon that starts."""
-        self.epoch = epoch
-
-    def daemon_is_gone(self) -> None:
-        """Changes state. The kernel lets go of what it had locked."""
-        self.epoch = None
-        self._admitted.clear()
-
-    def admit(self, share: int) -> None:
-        """Changes state. As SessionsFile.admit."""
-        self._admitted.add(share)
-
-    def dismiss(self, share: int) -> bool:
-        """Changes state. As SessionsFile.dismiss."""
-        if any(count and read == share for (_, read), count in self._readings.items()):
-            return False
-        self._admitted.discard(share)
-        return True
-
-    def start_reading(self, pid: int, epoch: int, share: int) -> bool:
-        """Changes state. As liveness.start_reading."""
-        may = self._readings[pid, share] > 0 or (epoch == self.epoch and share in self._admitted)
-        self._readings[pid, share] += may
-        return may
-
-    def stop_reading(self, pid: int, share: int) -> None:
-        """Changes state. As liveness.stop_reading."""
-        self._readings[pid, share] -= 1
-        assert self._readings[pid, share] >= 0, "more readings have ended than begun"
-
-    def readings_end(self, pid: int) -> None:
-        """Changes state. The process is dead."""
-        for key in [key for key in self._readings if key[0] == pid]:
-            del self._readings[key]
-
-    def is_held(self, number: int) -> bool:
-        """Query. As SessionsFile.is_held."""
-        return number in self.holders

@@ -7,6 +7,7 @@ nobody did what it guards against. A guard behind which there is another one is 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import sys
 from collections import Counter
@@ -32,10 +33,11 @@ from kvstore.core.takeover import Takeover
 from kvstore.core.tier import Tier
 from kvstore.core.watch import Watch
 from kvstore.media.disk import Disk
-from kvstore.service import link
+from kvstore.service import link, liveness
 from kvstore.service.daemon import CONFIRM_MS, Daemon
 from kvstore.service.disk_moves import DiskMoves
 from kvstore.service.hit import Hit
+from kvstore.service.liveness import SessionsFile
 from kvstore.service.service import Service
 from radix import block_symbols_of
 from radix.node import Node
@@ -46,6 +48,7 @@ from transports import messages as wire
 STEPS_PER_WORLD = 1000
 WORLDS_MAX = 60
 NO_DAMAGE = frozenset({"disk_bit_flips", "header_bit_flips", "payload_bit_flips", "index_is_damaged"})
+NOT_THE_INDEX = frozenset({"header_bit_flips", "index_is_damaged"})
 WRITING = frozenset({"process_dies_writing", "seconds_pass"})
 UNLOCKING = frozenset({"lock_is_lost", "seconds_pass"})
 RESTARTING = frozenset({"daemon_is_replaced", "process_stalls", "process_wakes"})
@@ -296,6 +299,85 @@ def _parts_off() -> Any:
     return _patched(Reservation, "filled", property(filled))
 
 
+def _unfilled_off() -> Any:
+    """What some ranks have filled of a block is a block."""
+    real = Store.commit
+
+    def commit(store: Store, session_id: int, number: int, summed: bytes, **more: Any) -> int:
+        part = store.session(session_id).reservations.get(number)
+        is_joint = part is not None and part.reservation.group is not None
+        return real(
+            store, session_id, number, summed.ljust(len(part.reservation.slots)) if is_joint else summed, **more
+        )
+
+    return _patched(Store, "commit", commit)
+
+
+def _own_part_off() -> Any:
+    """A rank fills its part beside another one that has the same."""
+    real = Filling._join
+
+    def join(
+        filling: Filling, session: Session, number: int, reservation: Reservation, shard: Shard, *more: int
+    ) -> Any:
+        reservation.shards.pop(shard, None)
+        return real(filling, session, number, reservation, shard, *more)
+
+    return _patched(Filling, "_join", join)
+
+
+def _abort_off() -> Any:
+    """A rank that gives up has given up for itself."""
+    real = Filling.end_part
+
+    def end_part(filling: Filling, session: Session, number: int) -> Any:
+        if session.reservations[number].reservation.group is None:
+            return real(filling, session, number)
+        part = session.pop_part(number)
+        assert part is not None
+        return part.reservation.slots
+
+    return _patched(Filling, "end_part", end_part)
+
+
+def _ask_off() -> Any:
+    """Whoever has a ticket reads."""
+    return mock.patch.multiple(link, start_reading=lambda *_: True, stop_reading=lambda *_: None)
+
+
+def _alive_off() -> Any:
+    """A reader's lock is enough, whether there is a daemon or not."""
+    real = liveness._is_locked
+
+    def is_locked(fd: int, number: int, ask: int = fcntl.F_GETLK) -> bool:
+        return ask != fcntl.F_GETLK or real(fd, number)
+
+    return _patched(liveness, "_is_locked", is_locked)
+
+
+def _dismissed_off() -> Any:
+    """A lease that nobody reads may be read again."""
+    real = SessionsFile.dismiss
+
+    def dismiss(file: SessionsFile, share: int) -> bool:
+        is_dismissed = real(file, share)
+        file.admit(share)
+        return is_dismissed
+
+    return _patched(SessionsFile, "dismiss", dismiss)
+
+
+def _carried_off() -> Any:
+    """A process tells a new daemon of its own leases only."""
+    real = link.Session.holds
+
+    def holds(session: link.Session) -> Any:
+        shared = {number for number, held in session.in_use.items() if held.share}
+        return [(number, slots) for number, slots in real(session) if number not in shared]
+
+    return _patched(link.Session, "holds", holds)
+
+
 def _readers_off() -> Any:
     """A lease that has ended for its owner has ended, whoever reads."""
 
@@ -349,12 +431,49 @@ MUTANTS = (
     ),
     Mutant("(model)", "who waits is not told what has come", _told_off, first_seed=3),
     Mutant("(ranks)", "what one rank has filled is sealed", _parts_off, ranks=True),
-    Mutant("(ranks)", "a lease ends though others read under it", _readers_off, ranks=True),
+    Mutant("(ranks)", "what a rank has left out is sealed with the others'", _unfilled_off, ranks=True, first_seed=8),
     Mutant("(ranks)", "slots are free while another rank may write there", _beside_off, ranks=True),
+    Mutant("(ranks)", "parts overlap", lambda: _patched(Groups, "_require_fits", lambda *_: None), ranks=True),
+    Mutant("(ranks)", "two ranks fill the same part", _own_part_off, ranks=True),
+    Mutant("(ranks)", "a rank that aborts takes nothing of the others' along", _abort_off, ranks=True),
     Mutant(
         *("(ranks)", "a rank that is gone takes nothing of the others' along"),
         lambda: _patched(Groups, "leave", lambda *_: []),
         ranks=True,
+    ),
+    Mutant(
+        *("(ranks)", "a part that never comes is waited for for ever"),
+        lambda: _patched(Groups, "overdue", lambda *_: []),
+        ranks=True,
+    ),
+    Mutant(
+        *("(ranks)", "a rank that verifies compares no sum"),
+        lambda: mock.patch("kvstore.service.hit.are_right", lambda *_: True),
+        ranks=True,
+        first_seed=2,
+        without=NOT_THE_INDEX,
+    ),
+    Mutant("(tickets)", "a lease ends though others read under it", _readers_off, ranks=True),
+    Mutant("(tickets)", "whoever has a ticket reads", _ask_off, ranks=True),
+    Mutant("(tickets)", "a ticket is read on when its daemon is dead", _alive_off, ranks=True, often=RESTARTING),
+    Mutant("(tickets)", "a lease that nobody reads may be read again", _dismissed_off, ranks=True),
+    Mutant(
+        *("(tickets)", "a ticket is out before it may be read on"),
+        lambda: _patched(SessionsFile, "admit", lambda *_: None),
+        ranks=True,
+    ),
+    Mutant(
+        *("(tickets)", "a reader that is done keeps its lock"),
+        lambda: mock.patch("kvstore.service.link.stop_reading", lambda *_: None),
+        ranks=True,
+        first_seed=3,
+    ),
+    Mutant(
+        *("(tickets)", "what is read on a ticket is not carried over"),
+        _carried_off,
+        ranks=True,
+        often=RESTARTING,
+        first_seed=2,
     ),
     Mutant("(leak)", "a client does not say that a reservation has ended", partial(_forgetful, link.LEASE)),
     Mutant("(leak)", "a client does not say that a lease has ended", partial(_forgetful, link.RESERVATION)),

@@ -21,9 +21,12 @@ from kvstore.media.memory import Geometry, Slab
 from kvstore.media.paths import DiskPath
 from kvstore.media.slabfile import SlabFile, Superblock
 from kvstore.service.daemon import Daemon, _old_slab
+from kvstore.service.liveness import SessionsFile
 from kvstore.service.offenders import Offenders
 from kvstore.service.service import Service
-from tests.sim.machine import Machine, NoGc, Rows, SimFile, SimIndex, SimLocks, SimMovers, SimOs
+from tests.sim.engines import Ledger
+from tests.sim.locks import SimLocks
+from tests.sim.machine import Machine, NoGc, Rows, SimFile, SimIndex, SimMovers, SimOs
 from transports import messages as wire
 from transports.errors import PeerLost
 from transports.messages import decode
@@ -82,6 +85,7 @@ class SimListener:
         self.allowance = 0
         self.answered: Counter[tuple[bytes, int]] = Counter()  # by the message that is being served
         self.current: Process | None = None
+        self.reply: wire.Reply | None = None  # to the message that is being served, if it has one by now
         self._node = node
 
     fd = -1
@@ -99,6 +103,8 @@ class SimListener:
     def send(self, peer: bytes, frame: bytes) -> bool:
         reply: Any = decode(frame)
         self.answered[peer, reply.request_id] += 1
+        if not isinstance(reply, wire.Loaded):  # which may be somebody else's
+            self.reply = reply
         return self._node.deliver(int.from_bytes(peer, "little"), frame)
 
     def close(self) -> None: ...
@@ -133,17 +139,19 @@ class SimDaemon(Daemon):
         self._next_sweep_ms = self._clock.now_ms()
         self.listener = self._listener = SimListener(node)
         self._poll: Any = mock.Mock()
-        self._sessions_file: Any = node.locks
+        self._sessions_file = file = node.sessions_file
+        self.ledger = Ledger()
         self.raises_next = False
         self._node = node
-        node.locks.admit_from(epoch)
-        strangers = [number for number in range(SESSIONS_MAX) if slab.epoch != epoch and node.locks.is_held(number)]
+        node.locks.runs(None)
+        file.admit_from(epoch)
+        strangers = [number for number in range(SESSIONS_MAX) if slab.epoch != epoch and file.is_held(number)]
         self.service = Service(
             *(node.config, slab, epoch, path, path.with_name("sessions"), self._clock, disk),
             self._watch,
-            node.locks.is_held,
+            file.is_held,
             strangers,
-            readers=node.locks,
+            readers=file,
         )
         slab.epoch = epoch
 
@@ -155,6 +163,7 @@ class SimDaemon(Daemon):
 
     def turn(self, messages: int, *, completions: bool, deaths: bool) -> None:
         """Changes state. One turn of the loop, in which it sees so much of what is ready."""
+        self._node.locks.runs(None)
         self.listener.allowance = messages
         ready = {self.movers.fd} if completions else set()
         if deaths:
@@ -174,11 +183,17 @@ class SimDaemon(Daemon):
             service: Any = self.service
             service._answer = _raise
         self.listener.answered.clear()
+        self.listener.reply = None
         try:
             super()._serve(incoming)
         finally:
             count = self.listener.answered[incoming.peer, message.request_id] if is_request else 1
             assert count == 1, f"{type(message).__name__} was answered {count} times"
+        self.ledger.note(message, self.listener.reply, self._clock.now_ms())
+
+    def _end(self, session_id: int, *, quarantine: bool) -> None:
+        super()._end(session_id, quarantine=quarantine)
+        self.ledger.note_end(session_id)
 
     def _watch(self, session: Any, pid: int | None) -> None:
         assert self.listener.current is not None
@@ -205,7 +220,8 @@ class Node:
         self.everybody: list[Process] = []  # alive, or dead and not yet known to be
         self.endpoints: list[SimEndpoint] = []
         self.owner: dict[int, Process] = {}  # of sessions
-        self.locks = SimLocks()
+        self.locks = SimLocks(machine)
+        self.sessions_file: SessionsFile
         self.drops_replies = 0  # so many of the next ones
         self._folder = folder
         self._memory = memory
@@ -235,12 +251,9 @@ class Node:
             put("service.service.trim_heap", lambda: None)
             put("service.daemon.gc", NoGc)
             put("service.daemon.Watched", SimWatched)
-            put("service.link.hold_session", self.locks.hold)
-            put("service.link.let_session_go", self.locks.let_go)
-            put("service.link.start_reading", self.locks.start_reading)
-            put("service.link.stop_reading", self.locks.stop_reading)
             put("service.link.time.sleep", lambda seconds: self._sleep(1000 * seconds))
             put("media.slabfile.os", self._os)
+            self.sessions_file = stack.enter_context(self.locks.installed())
             yield
 
     def connect(self, process: Process) -> SimEndpoint:
@@ -269,6 +282,11 @@ class Node:
         self._slab = slab
         self.daemon = SimDaemon(self, slab, path, self._epoch, self._open_disk())
 
+    @property
+    def slab_path(self) -> Path | None:
+        """Query. Of the slab that is used now, or will be gone on with."""
+        return self._slab_path
+
     def kill(self) -> None:
         """Changes state. SIGKILL: what it was at is left as it is."""
         daemon = self.daemon
@@ -276,7 +294,7 @@ class Node:
         self.daemon = None
         daemon.movers.die()
         daemon.service.slab.close()
-        self.locks.daemon_is_gone()
+        self.locks.dies(None)
         self.owner.clear()
         for process in self.everybody:
             if process.is_watched_only:

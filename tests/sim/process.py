@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,11 +20,12 @@ import numpy as np
 
 from kvstore.core.layout import Shard
 from kvstore.core.store import QUARANTINE_MS
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, SpecMismatch
 from kvstore.service.client import Cache, Client
-from kvstore.service.hit import Block, Hit
-from kvstore.service.link import Link
+from kvstore.service.hit import Block, Hit, part_of
+from kvstore.service.link import Link, Session
 from kvstore.service.reservation import Reservation, WritableBlock
+from kvstore.service.ticket import decode_ticket
 from kvstore.spec import KVSpec
 from tests.sim.engines import Rank, Told
 from tests.sim.machine import Task
@@ -70,6 +72,20 @@ class HeldHit:
     hit: Hit
     text: Text
 
+    @property
+    def is_right(self) -> bool:
+        """Query. Whether the slots of what was verified still hold it, arrays or not; of a rank's hit, its part."""
+        hit, spec = self.hit, self.text.spec
+        for number, (offset, stored) in enumerate(zip(hit.offsets, hit.stored_tokens, strict=False)):
+            start = number * spec.block_tokens
+            count = min(stored, hit.verified_tokens - start)
+            payload = hit.hold.session.slab.payload(offset, spec.payload_nbytes(stored))
+            array = payload.view(spec.numpy_dtype).reshape(spec.array_shape(stored))
+            own = array[: spec.payload_nbytes(count)] if spec.is_opaque else part_of(array, hit.shard)[:, :, :, :count]
+            if not self.text.shows(own, start, count, hit.shard):
+                return False
+        return True
+
 
 @dataclass
 class Filling:
@@ -80,7 +96,7 @@ class Filling:
     shard: Shard | None
     arrays: list[View] = field(default_factory=list)
     num_filled: int = 0
-    half: tuple[Any, Any] | None = None  # target, source
+    half: tuple[Any, Any, str, int] | None = None  # target, source, slab, slot
 
 
 class Process:
@@ -97,6 +113,7 @@ class Process:
         self.is_watched_only = False  # it has lost its lock: the daemon that watches it protects it, and no other
         self.endpoint = world.node.connect(self)
         self.link: SimLink | None = None
+        self._old_sessions: list[Session] = []
         self.task: Task | None = None
         self.hits: list[HeldHit] = []
         self.fillings: list[Filling] = []
@@ -125,7 +142,7 @@ class Process:
         """Changes state."""
         task = self.task
         assert task is not None
-        self._world.node.locks.current = self
+        self._world.node.locks.runs(self)
         task.go_on()
         if task.dead:
             self.task = None
@@ -134,8 +151,7 @@ class Process:
     def die(self) -> None:
         """Changes state. SIGKILL: nothing of it runs any more, and its device stops when it stops."""
         self.is_dead = self.endpoint.is_dead = True
-        self._world.node.locks.lose(self)
-        self._world.node.locks.readings_end(self.pid)
+        self._world.node.locks.dies(self)
         if self.link is not None:
             self.link._pid = -1  # so that no finaliser here does what the kernel would not
         self.views.clear()
@@ -155,7 +171,8 @@ class Process:
             return self._connect
         assert self.link is not None
         if self.link._breaker.is_open:
-            return self._rng.choice((self._keep, self._keep, self._acquire, self._reserve, self._match))
+            tried = [self._keep, self._keep, self._acquire, self._reserve, self._match]
+            return self._rng.choice(tried + [self._redeem] * bool(self._world.engines))
         if self._world.engines and self._rng.random() < 0.6:
             return partial(self._rng.choice(RANK_ACTS if self._rank_cache is not None else SCHEDULER_ACTS), self)
         (act,) = self._rng.choices(ACTS, cum_weights=ACT_WEIGHTS)
@@ -188,8 +205,18 @@ class Process:
         session = self.link.session
         if session.id != session_id or self.link._breaker.is_open:
             return set()
-        own = {number: held for number, held in session.in_use.items() if not held.share}
+        own = {number: held for number, held in session.in_use.items() if not held.share or number in session.carried}
         return {number for number, held in own.items() if held.slots and not held.is_lost}
+
+    @property
+    def shares_read(self) -> set[int]:
+        """Query. Of leases that it reads, which are not its own; or that it has read, and has yet to say so."""
+        link = self.link
+        if link is None:
+            return set()
+        sessions = [link.session, *self._old_sessions]
+        read = {held.share for each in sessions for number, held in each.in_use.items() if number not in each.carried}
+        return read.union(share for _, share in link.session.ended_readings) - {0}
 
     @property
     def has_caches(self) -> bool:
@@ -232,20 +259,31 @@ class Process:
         try:
             client._link = self.link = SimLink(self.endpoint, self._machine.clock, self.deadline_ms)
             self._caches = {spec: client.attach(spec) for spec in self.specs}
-            if self.rank is not None:
-                engine, number = self.rank
-                self._rank_cache = client.attach(engine.spec, group=engine.group_of(number))
+            self._join_group(client)
         except KVStoreError:
             self._world.seen["connect refused"] += 1
             self._part()
             return
         self._client = client
 
+    def _join_group(self, client: Client) -> None:
+        """TPP: refused while ranks of another shape have the engine's name; then it stores nothing of its own."""
+        if self.rank is not None:
+            engine, number = self.rank
+            try:
+                self._rank_cache = client.attach(engine.spec, group=engine.group_of(number))
+            except SpecMismatch:
+                others = [each for each in self._world.engines if each.name == engine.name and each is not engine]
+                assert others, "a rank is refused that fits"
+                self._world.seen["ranks refused"] += 1
+
     def _keep(self) -> None:
         assert self.link is not None
-        before = self.link.num_reconnects
+        before, session = self.link.num_reconnects, self.link.session
         self.link._keep_once()
         self._world.seen["reconnected"] += self.link.num_reconnects - before
+        if self.link.session is not session:
+            self._old_sessions.append(session)
 
     def _goodbye(self) -> None:
         """Close; arrays that live on keep the session."""
@@ -263,6 +301,7 @@ class Process:
             link._keep_once()
             assert link._gone, "a client that holds nothing more has not parted"
         self._client, self._caches, self._rank_cache, self.link = None, {}, None, None
+        self._old_sessions.clear()
         self.endpoint = self._world.node.connect(self)
 
     def _some_text(self) -> tuple[Cache, Text]:
@@ -376,14 +415,17 @@ class Process:
             self._fill()
 
     def _reserve_part(self) -> None:
-        """A rank is told what its engine stores. Now and then it is told too late, or something else than the others,
-        or has its part stored already."""
+        """A rank is told what its engine stores. Now and then it is told too late, or of something else than the others
+        are, or of the front of it, or has its part stored already."""
         if len(self.fillings) >= FILLINGS_MAX or self._rank_cache is None or self.rank is None:
             return
         engine, cache = self.rank.engine, self._rank_cache
         if engine.text is None or self._rng.random() < 0.15:
             engine.text = self._world.some_text(engine.spec, self._rng)
-        text = engine.text if self._rng.random() < 0.95 else self._world.some_text(engine.spec, self._rng)
+        text = engine.text
+        if self._rng.random() < 0.1:
+            other = self._world.front_of(text, self._rng), self._world.some_text(engine.spec, self._rng)
+            text = self._rng.choice(other)
         reservation: Reservation = self._timed(
             "reserve", self.deadline_ms, lambda: cache.reserve(text.token_ids, 0, text.keys)
         )
@@ -394,6 +436,17 @@ class Process:
         self.fillings.append(Filling(reservation, text, self.rank.shard))
         if self._rng.random() < 0.8:
             self._fill()
+
+    def _fail_others(self) -> None:
+        """A rank does not do its part: it aborts, forgets about it, or leaves; or it goes on as if it had not."""
+        if self.fillings:
+            filling = self.fillings.pop(self._rng.randrange(len(self.fillings)))
+            if self._rng.random() < 0.5:
+                filling.reservation.abort()
+                assert not filling.reservation.commit(), "committed after it was aborted"
+            self._world.seen["parts given up"] += filling.shard is not None
+        elif self._rng.random() < 0.2:
+            self._part()
 
     def _decide(self) -> None:
         """A scheduler leases blocks for others to read, and may be done with them before they are."""
@@ -409,8 +462,7 @@ class Process:
         )
         ticket = hit.ticket
         if ticket:
-            epoch = self.link.session.welcome.epoch
-            self._world.told.append(Told(ticket, text, hit.num_tokens, epoch))
+            self._world.told.append(self._told(ticket, hit, text))
             self._world.seen["tickets"] += 1
         if self._rng.random() < 0.5:
             self._look(hit, text, self.deadline_ms)
@@ -419,28 +471,64 @@ class Process:
         else:
             hit.release()
 
+    def _told(self, ticket: bytes, hit: Hit, text: Text) -> Told:
+        known, leased = decode_ticket(ticket), weakref.ref(hit)
+        assert known is not None, "a ticket that cannot be read"
+
+        def is_leased() -> bool:
+            hit = leased()
+            return not (hit is None or hit.is_over or self.is_dead or self.is_given_up)
+
+        is_ready = known.ready * text.spec.block_tokens >= hit.num_tokens
+        return Told(ticket, text, hit.num_tokens, known.epoch, known.share, is_ready, is_leased)
+
     def _redeem(self) -> None:
-        """TPP: all who read on a ticket are told of as many tokens, or of none once it is too late."""
+        """TPP: all who read on a ticket are told of as many tokens, or of none once it is too late; and all of that
+        is there to be read."""
         assert self.link is not None
         if not self._world.told:
             return
-        told = self._rng.choice(self._world.told)
+        own = self.rank.engine.spec if self.rank is not None else None
+        told = self._rng.choice([each for each in self._world.told if each.text.spec == own] or self._world.told)
         cache, shard = self._caches.get(told.text.spec), None
-        if self.rank is not None and self.rank.engine.spec == told.text.spec and self._rng.random() < 0.8:
+        if self.rank is not None and own == told.text.spec and self._rng.random() < 0.8:
             cache, shard = self._rank_cache, self.rank.shard
         if cache is None:
             return
+        was_due, was_over = self._is_due(told, cache), self._is_over(told)
         hit = cache.redeem(told.ticket)
         assert hit.num_tokens in (0, told.num_tokens), "ranks are told of different lengths"
+        assert hit.num_tokens or not (was_due and self._is_due(told, cache)), (
+            "a ticket is refused while its lease lives"
+        )
         if hit.num_tokens:
+            assert not was_over, "a ticket of a dead daemon"
             assert told.epoch == self.link.session.welcome.epoch, "a ticket of another daemon"
             self._world.seen["redeemed"] += 1
             self._world.seen["redeemed by a rank"] += shard is not None
-        self._look(hit, told.text, self._rng.choice((1.0, self.deadline_ms)), shard)
+            self._world.seen["redeemed too late"] += not told.is_leased()
+        planned, discards = hit.num_tokens, self.link.num_discards
+        verified = self._look(hit, told.text, self._rng.choice((1.0, self.deadline_ms)), shard)
+        self._world.seen["damage seen on a ticket"] += self.link.num_discards > discards
+        may_differ = self.is_given_up or self._world.is_damaged or not told.is_ready
+        assert verified == planned or may_differ, "ranks read different lengths"
         if hit.num_tokens and len(self.hits) < HITS_MAX and self._rng.random() < 0.5:
             self.hits.append(HeldHit(hit, told.text))
         else:
             hit.release()
+
+    def _is_due(self, told: Told, cache: Cache) -> bool:
+        """Whether it must be given what it was told of: the lease lives, and so does the daemon that gave it."""
+        assert self.link is not None
+        daemon, session = self._world.node.daemon, self.link.session
+        epoch = daemon.service.epoch if daemon is not None else 0
+        return told.epoch == epoch == session.welcome.epoch and cache._key in session.attached and told.is_leased()
+
+    def _is_over(self, told: Told) -> bool:
+        """Whether nobody may begin to read any more: the daemon that gave it is dead."""
+        locks, daemon = self._world.node.locks, self._world.node.daemon
+        is_dead = daemon is None or daemon.service.epoch != told.epoch
+        return is_dead and told.share not in locks.shares_of(self)
 
     def _fill(self) -> None:
         """Some blocks of a reservation, whole or in pieces, and most often all of it up to the commit."""
@@ -467,7 +555,10 @@ class Process:
             target, source = target.reshape(-1).view(np.uint8), source.reshape(-1).view(np.uint8)
         half = len(source) // 2
         target[:half] = source[:half]
-        filling.half = target, source
+        number = (block.start - filling.reservation.start) // filling.text.spec.block_tokens
+        hold = filling.reservation.hold
+        slots = np.frombuffer(hold._holding.slots, np.uint32)
+        filling.half = target, source, hold.session.welcome.slab_path, int(slots[number])
         self._pause()
         target[half:] = source[half:]
         filling.half = None
@@ -541,7 +632,7 @@ ACTS: list[Callable[[Process], None]] = [
     Process._goodbye,
     Process._fork,
 ]
-RANK_ACTS = [Process._reserve_part] * 3 + [Process._fill, Process._redeem, Process._decide]
+RANK_ACTS = [Process._reserve_part] * 3 + [Process._fill, Process._redeem, Process._decide, Process._fail_others]
 SCHEDULER_ACTS = [Process._decide, Process._redeem]
 _WEIGHTS = (40, 14, 8, 26, 10, 4, 3, 2, 8, 2, 2, 1, 3)
 ACT_WEIGHTS = [sum(_WEIGHTS[: at + 1]) for at in range(len(_WEIGHTS))]

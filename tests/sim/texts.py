@@ -71,6 +71,11 @@ class Text:
         found = np.ascontiguousarray(array).view(np.uint8).reshape(rows, num_tokens, width)
         return bool((found == self.expected(start, num_tokens)).all())
 
+    def begins(self, payload: Bytes, start: int, num_tokens: int) -> bool:
+        """Query. Whether a whole payload begins, in each row, with what belongs to so many tokens there."""
+        rows = payload.reshape(len(self.kv), -1, self.kv.shape[2])
+        return bool((rows[:, :num_tokens] == self.expected(start, num_tokens)).all())
+
     def common(self, other: Text, num_tokens: int) -> int:
         """Query. Leading tokens, of the other's first `num_tokens`, that may be used for this prompt.
 

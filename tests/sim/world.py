@@ -20,6 +20,7 @@ import numpy as np
 import xxhash
 
 import radix.hashing
+from kvstore.core.groups import PARTS_MS
 from kvstore.core.layout import Rect
 from kvstore.core.slots import SLOTS_PER_EXTENT_MAX
 from kvstore.core.stats import Guard
@@ -83,6 +84,8 @@ class LateWrite:
 
     target: Bytes
     source: Bytes
+    slab: str
+    slot: int
     before_ms: float
 
 
@@ -108,7 +111,7 @@ class World:
         self.named: dict[bytes, tuple[Text, int]] = {}  # block hash -> a prompt with that block, its number
         self.stored: list[tuple[Text, int]] = []  # and how many tokens of it; the twin's model
         self.late: list[LateWrite] = []
-        self.damaged: set[bytes] = set()  # hashes of blocks of which a bit was flipped, in memory or below
+        self.damaged: set[bytes] = set()  # hashes of blocks of which a bit was flipped in memory
         self._last_pid = FIRST_PID
         self._checked = -1
         self._exits = ExitStack()
@@ -210,6 +213,17 @@ class World:
                 self._name(text)
         return text
 
+    def front_of(self, text: Text, rng: Random) -> Text:
+        """Changes state. A prompt that ends earlier."""
+        front = Text(text.spec, text.token_ids[: rng.randint(1, text.num_tokens)], text.keys)
+        self._name(front)
+        return front
+
+    @property
+    def is_damaged(self) -> bool:
+        """Query. Whether anything was done that makes a reader find wrong bytes, or headers."""
+        return any(self.machine.faults[fault] for fault in DAMAGE)
+
     def _name(self, text: Text) -> None:
         prompt = prompt_of(text)
         for block in range(prompt.num_blocks):
@@ -245,10 +259,13 @@ class World:
         self._check_sessions()
         self._check_answers()
         self._check_guards()
+        self._check_joint()
+        self._check_late()
         if all_of_it:
             self.node.daemon.service.store.check()
             self._check_pins()
             self._check_sealed()
+            self._check_held()
             self._check_rows()
 
     def _check_room(self) -> None:
@@ -296,6 +313,14 @@ class World:
         for process in filter(self.is_known, self.node.everybody):
             number = process.link.session.id
             assert number in known or not process.holds_in(number), "somebody's session was ended by another"
+            self._check_readings(process)
+
+    def _check_readings(self, process: Process) -> None:
+        """TPP, LEK: what a process reads lives, and it keeps nobody from ending what it does not read any more."""
+        if process.task is None and not process.is_given_up:
+            locked = {share for share in self.node.locks.shares_of(process) if share > self.service.epoch}
+            assert locked <= process.shares_read, "a reader that is done keeps its lock"
+            assert locked <= self.service.store.shares._leases.keys(), "a lease has ended that somebody reads"
 
     def is_known(self, process: Process) -> bool:
         """Query. Whether it has said hello to this daemon, and what it holds."""
@@ -328,6 +353,7 @@ class World:
                 assert self.damaged, f"slot {slot} is sealed and has no header"
                 continue
             self.seen["blocks of several ranks"] += len(header.rects) > 1
+            self.node.daemon.ledger.check_block(header.identity.number, header.generation)
             self._check_bytes(header, slab.payload(slab.offset(slot, self._class_of(slot)), header.payload_nbytes))
 
     def _check_bytes(self, header: Any, payload: Bytes) -> None:
@@ -340,14 +366,34 @@ class World:
         text, block = named
         start = block * text.spec.block_tokens
         num_tokens = min(text.num_tokens - start, len(header.identity.tokens) // 4)
-        rows = payload.reshape(len(text.kv), -1, text.kv.shape[2])
-        assert (rows[:, :num_tokens] == text.expected(start, num_tokens)).all(), "sealed with another block's bytes"
+        assert text.begins(payload, start, num_tokens), "sealed with another block's bytes"
         assert is_summed, "a wrong sum"
+
+    def _check_held(self) -> None:
+        """COR, TPP: what a hit has given stays so until it is let go, whoever leased it: nothing else comes there."""
+        for process in self.node.everybody:
+            if not (process.is_dead or process.is_given_up):
+                assert all(held.is_right for held in process.hits), "what is leased has become another block"
+
+    def _check_joint(self) -> None:
+        """TPP, LEK: what ranks fill together is open until all parts are in, or one of them gives it up for all."""
+        daemon = self.node.daemon
+        assert daemon is not None
+        store = daemon.service.store
+        generations = {each.generation for each in store.filling.groups.open_reservations()}
+        daemon.ledger.check_open(generations, store.now_ms)
+        self.seen["read on"] += len(store.shares.read_on)
+
+    def _check_late(self) -> None:
+        """COR: where a device may still write there is no block, and no room for one."""
+        states = self.service.slab.tables.slots["state"]
+        slots = [write.slot for write in self.late if write.slab == str(self.node.slab_path)]
+        assert not np.isin(states[slots], (FREE, SEALED)).any(), "a device may write to what is free, or a block"
 
     def _check_guards(self) -> None:
         """COR: a guard whose own fault was not injected has nothing to do, or one before it has failed."""
-        guards, faults = self.service.store.stats.guards, self.machine.faults
-        if not sum(faults[fault] for fault in DAMAGE):
+        guards = self.service.store.stats.guards
+        if not self.is_damaged:
             assert not guards[Guard.CHECKSUM], "damage that nobody has done"
         if self.plan.hash_bits == 128:
             assert not guards[Guard.TOKENS], "a block under another's name"
@@ -469,13 +515,13 @@ class World:
         write.target[:] = write.source
         self.machine.faults["late device write"] += 1
 
-    def memory_is_needed(self) -> None:
+    def memory_is_needed(self, share: int = 2) -> None:
         """Half of what may go goes: in the twin, where memory is large, for the disk to be read."""
         if self.node.daemon is None:
             return
         memory = self.service.store.memory
         for slot_nbytes in memory.pool.classes:
-            wanted = memory.pool.num_free(slot_nbytes) + memory.tree.num_evictable(slot_nbytes) // 2
+            wanted = memory.pool.num_free(slot_nbytes) + memory.tree.num_evictable(slot_nbytes) // share
             slots = memory.reserve(slot_nbytes, wanted)
             if slots is not None:
                 memory.give_back(slots)
@@ -486,6 +532,7 @@ class World:
         """Changes state. Faults stop. Everybody goes on; nothing stays held; all that was not lost is hit again."""
         self._faults_end()
         self._everybody_goes_on()
+        self._nobody_is_waited_for()
         self._everybody_parts()
         self._come_to_rest()
         self.check(all_of_it=True)
@@ -522,7 +569,10 @@ class World:
 
     def note_guards(self) -> None:
         """Changes state. What the daemon counted, before it goes."""
-        self.guards.update(self.service.store.stats.guards)
+        stats = self.service.store.stats
+        self.guards.update(stats.guards)
+        self.seen["parts already"] += stats.parts_already
+        self.seen["parts never came"] += stats.reservations_unfilled
 
     def _everybody_goes_on(self) -> None:
         """Each process that lives ends what it is at, is connected again in time, and is served."""
@@ -542,6 +592,14 @@ class World:
         owner = self.node.owner
         held = [each for each in self.service.store.sessions if owner[each.id] is process and each.holds_anything]
         assert not held, "what was let go is held"
+
+    def _nobody_is_waited_for(self) -> None:
+        """LEK, TPP: where all have let go, what waited for parts or readers is free again, though they live."""
+        self.advance(PARTS_MS + 1.0)
+        self.daemon_turns()
+        store = self.service.store
+        assert not store.filling.open_reservations(), "a part that nobody fills is waited for"
+        assert not store.shares._leases, "leases that nobody reads are shared"
 
     def _until_served(self, process: Process) -> None:
         """Changes state. Everything goes on until this process has ended what it is at, and is connected."""
@@ -703,16 +761,20 @@ class World:
 class Happenings:
     """What can happen, and how often."""
 
-    def __init__(self, normal: dict[str, int], twin: dict[str, int], faults: dict[str, float]) -> None:
-        self._normal, self._twin, self._faults = normal, twin, faults
-        self.names: list[str] = [*normal, *twin, *faults]
+    def __init__(
+        self, normal: dict[str, int], twin: dict[str, int], faults: dict[str, float], ranks: dict[str, float]
+    ) -> None:
+        """`twin`, `ranks`: only in worlds of that kind; `faults`: not in twins."""
+        self._normal, self._twin, self._faults, self._ranks = normal, twin, faults, ranks
+        self.names: list[str] = [*normal, *twin, *faults, *ranks]
         self.by_name: dict[str, Callable[[World], None]] = {}
 
     def weights_of(self, plan: Plan) -> list[float]:
         """Query. Cumulative, in the order of `names`."""
         twin = dict.fromkeys(self._twin, 0) if plan.faults else self._twin
-        faults = {name: weight * (plan.faults and name not in plan.without) for name, weight in self._faults.items()}
-        all_of_it = self._normal | twin | faults
+        faults = {name: weight * plan.faults for name, weight in self._faults.items()}
+        ranks = {name: weight * plan.ranks for name, weight in self._ranks.items()}
+        all_of_it = self._normal | twin | faults | ranks | dict.fromkeys(plan.without, 0)
         weights = [all_of_it[name] * (10 if name in plan.often else 1) for name in self.names]
         return [sum(weights[: at + 1]) for at in range(len(weights))]
 
