@@ -9,7 +9,7 @@ INSTALLED := .venv/.stamp-installed
 MODEL := .venv/.stamp-model
 
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test sim mutants soak lint fuzz bench bench-peers clean FORCE
+.PHONY: help setup demo test pytest sim mutants soak lint fuzz bench bench-peers clean FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile
@@ -19,7 +19,10 @@ setup: $(MODEL) ## .venv with the project, the tools and the model; a no-op when
 demo: setup ## a real model chats with and without the service (3 to 4 minutes)
 	$(PY) -m benchmarks.demo
 
-test: setup lint ## every check: lint, types, tests (under 5 minutes on 2 cores)
+test: setup ## every check: lint, types, tests, the first two beside the last
+	@$(MAKE) --no-print-directory -j2 lint pytest
+
+pytest: $(INSTALLED)
 	$(PY) -m pytest
 
 sim: $(INSTALLED) ## the node in simulation, all faults from one seed: STEPS=1000000, SEED=1 (one world: WORLD=1)
