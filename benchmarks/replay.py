@@ -1,6 +1,6 @@
 """Request traces, and a node's own `Store` that is asked for them: no memory behind it, a clock that the trace moves.
 
-A trace has a JSON object a line, ordered by time: `timestamp` (ms), `input_length` and `output_length` (tokens), and
+A trace has a JSON object a line, ordered by time: `timestamp` (ms), `input_length` (tokens) and
 `hash_ids`, one for each 512 tokens of the prompt, the last one possibly partial. Equal ids are equal prompts up to
 there. benchmarks/traces has four, with their sources; a file of one's own may be packed with gzip or zstandard.
 
@@ -46,8 +46,6 @@ class _Line(Struct):
     timestamp: float
     input_length: int
     hash_ids: list[int]
-    output_length: int = 0
-    session: str | int | None = None
 
 
 class Request(NamedTuple):
@@ -55,7 +53,6 @@ class Request(NamedTuple):
 
     now_ms: float
     ids: npt.NDArray[np.uint64]
-    output_tokens: int
 
 
 class Trace(NamedTuple):
@@ -111,7 +108,7 @@ def _requests(path: Path, file: IO[bytes]) -> Iterator[Request]:
         if not line.timestamp >= before_ms:
             raise TraceInvalid(f"trace {path}, line {number}: timestamp {line.timestamp} is before the last line's")
         before_ms = line.timestamp
-        yield Request(line.timestamp, ids, line.output_length)
+        yield Request(line.timestamp, ids)
 
 
 class Replay:
@@ -165,5 +162,4 @@ def _hashes(ids: npt.NDArray[np.uint64]) -> bytes:
     """An id stands for all before it, as a block's hash does."""
     rows = np.zeros((len(ids), HASH_NBYTES // 8), np.uint64)
     rows[:, 0] = ids
-    rows[:, 1] = ids * np.uint64(0x9E3779B97F4A7C15)  # the tree's index looks at the first byte only: any spreads
     return rows.tobytes()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import cache
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from kvstore.core.layout import (
 from kvstore.core.leases import SpecEntry
 from kvstore.core.moves import LoadedBlock, Outcome, WriteGroup, WrittenBlock
 from kvstore.core.slots import SLOTS_PER_EXTENT_MAX, slot_offset
-from kvstore.core.store import Query
+from kvstore.core.store import Query, Store
 from kvstore.core.tier import new_tables
 from kvstore.service.prompt import Prompt
 from kvstore.spec import KVSpec
@@ -141,6 +141,14 @@ class SimSlab:
     def slots_in(self, state: int) -> list[int]:
         slots: list[int] = np.flatnonzero(self.tables.slots["state"] == state).tolist()
         return slots
+
+
+def store_on(slab: SimSlab, **options: Any) -> Store:
+    """Changes state. A store whose memory is this slab, all of it there. `options`: as Store's."""
+    store = Store(extent_nbytes=slab.extent_nbytes, tables=slab.tables, symbols_of=slab.symbols_of, **options)
+    for extent in range(len(slab.tables.extents)):
+        store.add_extent(extent)
+    return store
 
 
 class SimDisk:

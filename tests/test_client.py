@@ -7,7 +7,7 @@ import statistics
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -593,10 +593,14 @@ def test_an_embedded_store_that_failed_is_closed_as_it_is(monkeypatch: pytest.Mo
         wait_until(lambda: client.status()["daemon"]["disk"]["ready"])
         monkeypatch.setattr(Writes, "committed", bug)
         store(client.attach(SPEC), chat(1))
-        with suppress(AssertionError):  # of ours, if it is a call here that meets it, and not the store's own thread
-            while client.status()["daemon"] is not None:
-                time.sleep(0.01)
-        assert client.status()["daemon"] is None
+
+        def has_failed() -> bool:
+            try:
+                return client.status()["daemon"] is None
+            except AssertionError:  # of ours: this call met it, and not the store's own thread
+                return False
+
+        wait_until(has_failed)
         began_s = time.monotonic()
     assert time.monotonic() - began_s < 2
     wait_until(lambda: threading.active_count() <= before)

@@ -21,7 +21,10 @@ import numpy as np
 import pytest
 
 from kvstore import Cache, Client, Hit, RankGroup, Reservation
+from kvstore.core.layout import Header
+from kvstore.service.reservation import WritableBlock
 from tests.daemons import SPEC, Daemon, assert_balanced, chat, embedded, holds, kv_of, read, wait_until
+from tests.models import page_of
 from tests.sources import ROOT
 
 Part = tuple[tuple[int, int], tuple[int, int]]  # layers, heads
@@ -277,3 +280,26 @@ def test_no_rank_waits_for_anothers_copies(connect: Callable[[], Client]) -> Non
     assert ranks[1].match(prompts[0]) == 64
     assert all(store_part(ranks[0], tokens) for tokens in prompts[1:])
     assert [ranks[1].match(tokens) for tokens in prompts] == [64] * 4
+
+
+def test_a_header_whose_payload_is_no_whole_rows_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HNG, COR: a rank's word, which the daemon's own sums of the parts must not trust."""
+    tokens = chat(90, 16)
+
+    def forge(reservation: Reservation, blocks: list[WritableBlock]) -> None:
+        header = Header(reservation.prompt.identity(0), 1, reservation._generation, ())
+        reservation.hold.session.slab.write(blocks[0].offset, page_of(header))
+
+    with embedded() as client:
+        ranks = [rank_of(client, "forged", part) for part in TP2]
+        monkeypatch.setattr(Reservation, "_write_headers", forge)
+        for rank in ranks:
+            with rank.reserve(tokens) as reservation:
+                for block in reservation.blocks():
+                    block.array[...] = part_of(rank, tokens, block.start, block.num_tokens)  # without a sum
+                assert reservation.commit()
+        monkeypatch.undo()
+        wait_until(lambda: client.status()["daemon"]["memory"]["reserved_nbytes"] == 0)
+        other = chat(91)
+        assert all(store_part(rank, other) for rank in ranks), "it goes on"
+        assert read(client.attach(SPEC), other) == 64

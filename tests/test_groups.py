@@ -21,11 +21,11 @@ from kvstore.core.layout import HEADER_NBYTES, RECTS_MAX, Header, Rect, Shard
 from kvstore.core.leases import Lease, Session
 from kvstore.core.moves import SumBlocks
 from kvstore.core.stats import Guard
-from kvstore.core.store import QUARANTINE_MS, Acquisition, Store
+from kvstore.core.store import QUARANTINE_MS, Acquisition
 from kvstore.core.tier import FAILED, FREE, RESERVED, SEALED
 from kvstore.errors import KVStoreError, SessionLost, SpecMismatch
 from kvstore.spec import KVSpec
-from tests.models import SimSlab, Text, write_header
+from tests.models import SimSlab, Text, store_on, write_header
 from tests.test_takeover import Lives, packed
 
 EXTENT_NBYTES = 64 << 10  # 8 slots
@@ -57,15 +57,7 @@ class Node:
 
     def __init__(self, num_extents: int = 2, *, session_share: float = 1.0, checksums: bool = True) -> None:
         self.slab = SimSlab(num_extents, EXTENT_NBYTES)
-        self.store = Store(
-            extent_nbytes=EXTENT_NBYTES,
-            tables=self.slab.tables,
-            symbols_of=self.slab.symbols_of,
-            session_share=session_share,
-            checksums=checksums,
-        )
-        for extent in range(num_extents):
-            self.store.add_extent(extent)
+        self.store = store_on(self.slab, session_share=session_share, checksums=checksums)
         self.entry = self.store.attach(SPEC)
         self.numbers = count(1)
         self.reader = self.open()

@@ -27,7 +27,7 @@ def some_trace(seed: int, num_requests: int = 300) -> Trace:
         last_id += len(new)
         if kept + new:
             prompts.append(kept + new)
-            requests.append(Request(1000.0 * number, np.array(kept + new, np.uint64), 1))
+            requests.append(Request(1000.0 * number, np.array(kept + new, np.uint64)))
     return Trace("some", requests)
 
 

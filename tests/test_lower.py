@@ -11,12 +11,12 @@ import xxhash
 from kvstore.core.layout import HEADER_NBYTES, Header, Rect
 from kvstore.core.lower import LowerSettings, LowerTier
 from kvstore.core.moves import LoadBlocks, SumBlocks, WriteGroup
-from kvstore.core.store import Acquisition, Store
+from kvstore.core.store import Acquisition
 from kvstore.core.tier import ARRIVING, FAILED, SEALED
 from kvstore.core.watch import Progress
 from kvstore.ranks import whole_of
 from kvstore.spec import KVSpec
-from tests.models import SimDisk, SimSlab, Text, write_header
+from tests.models import SimDisk, SimSlab, Text, store_on, write_header
 
 EXTENT_NBYTES = 64 << 10
 SPEC = KVSpec(model="small", dtype="float16", num_layers=1, head_dim=2, block_tokens=4)
@@ -40,14 +40,7 @@ class Node:
         disk: SimDisk | None = None,
     ) -> None:
         self.slab = SimSlab(memory_extents, EXTENT_NBYTES)
-        self.store = Store(
-            extent_nbytes=EXTENT_NBYTES,
-            tables=self.slab.tables,
-            symbols_of=self.slab.symbols_of,
-            session_share=1.0,
-        )
-        for extent in range(memory_extents):
-            self.store.add_extent(extent)
+        self.store = store_on(self.slab, session_share=1.0)
         self.disk = disk or SimDisk(self.slab, disk_extents, EXTENT_NBYTES)
         self.disk.slab = self.slab
         lower = LowerTier(EXTENT_NBYTES, self.disk.num_extents, self.disk.symbols, settings or LowerSettings())

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 
+import kvstore.service.prompt as prompt_module
 from kvstore import KVSpec
 from kvstore.core.layout import Header, parse_header
 from kvstore.service.prompt import PROMPTS_KEPT, TOKENS_KEPT, Prompt, RecentPrompts
@@ -185,6 +186,20 @@ def test_the_same_prompt_is_the_same_object_and_the_next_turn_takes_its_place() 
     for length in range(40, 400, 7):
         recent.met(prompt_of(length))
     assert len(recent._prompts) <= 3
+
+
+def test_a_short_prompt_met_since_does_not_hide_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PRF: what was hashed of a chat is not hashed again because its first block was asked for alone."""
+    recent = RecentPrompts()
+    recent.met(prompt_of(640))
+    recent.met(prompt_of(16))
+    hashed: list[int] = []
+    real = prompt_module.hash_prefix
+    monkeypatch.setattr(
+        prompt_module, "hash_prefix", lambda *how, **more: hashed.append(len(how[1])) or real(*how, **more)
+    )
+    assert recent.met(prompt_of(656)).hashes == prompt_of(656).hashes
+    assert hashed[0] == 4 * 16, "the new block alone"
 
 
 def test_recent_prompts_are_few_and_not_long(monkeypatch: pytest.MonkeyPatch) -> None:

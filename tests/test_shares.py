@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 
 from kvstore.core.layout import Header
+from kvstore.core.leases import Session
 from kvstore.core.shares import LOOK_MS, Shares
 from kvstore.core.store import QUARANTINE_MS, Acquisition, Store
 from kvstore.core.tier import FAILED, FREE, SEALED
@@ -17,7 +18,7 @@ from kvstore.core.watch import NOTHING, Progress
 from kvstore.errors import KVStoreError, SessionLost
 from kvstore.spec import KVSpec
 from tests import test_lower
-from tests.models import SimSlab, Text, write_header
+from tests.models import SimSlab, Text, store_on, write_header
 
 EXTENT_NBYTES = 64 << 10  # 8 slots
 SPEC = KVSpec(model="small", dtype="float16", num_layers=1, head_dim=2, block_tokens=4)
@@ -59,16 +60,7 @@ class Node:
     def __init__(self, *, session_share: float = 1.0, readers: FakeReaders | None = None) -> None:
         self.slab = SimSlab(2, EXTENT_NBYTES)
         self.readers = readers or FakeReaders()
-        self.store = Store(
-            extent_nbytes=EXTENT_NBYTES,
-            tables=self.slab.tables,
-            symbols_of=self.slab.symbols_of,
-            generation=GENERATION,
-            session_share=session_share,
-            readers=self.readers,
-        )
-        for extent in range(2):
-            self.store.add_extent(extent)
+        self.store = store_on(self.slab, generation=GENERATION, session_share=session_share, readers=self.readers)
         self.entry = self.store.attach(SPEC)
         self.owner = self.open()
         self.last_id = 0
@@ -387,16 +379,21 @@ def test_who_reads_waits_by_number(node: Node) -> None:
     assert node.store.take_progress() == [(8, NOTHING)]
 
 
-def test_who_reads_waits_for_blocks_that_are_on_their_way() -> None:
-    """PRF: the owner's lease is loading; who reads is told of each block as it comes."""
+def loading(readers: FakeReaders) -> tuple[test_lower.Node, Session, Acquisition]:
+    """Changes state. A shared lease, number 900, of three blocks that are only in the tier below; and a reader."""
     node = test_lower.Node()
-    node.store.shares = Shares(node.store.stats, FakeReaders(), GENERATION)
+    node.store.shares = Shares(node.store.stats, readers, GENERATION)
     text, reader = node.text(test_lower.ids(1, 3)), node.store.open_session()
     assert reader is not None
     node.put(test_lower.ids(1, 3))
     node.run()
     node.store.memory.clear(text.entry.root)
-    got = node.store.acquire(node.session, text.entry.spec_id, 900, text.query, shared=True)
+    return node, reader, node.store.acquire(node.session, text.entry.spec_id, 900, text.query, shared=True)
+
+
+def test_who_reads_waits_for_blocks_that_are_on_their_way() -> None:
+    """PRF: the owner's lease is loading; who reads is told of each block as it comes."""
+    node, reader, got = loading(FakeReaders())
     assert (got.num_tokens, got.ready) == (12, 0)
     for token, blocks in enumerate((1, 3), 7):
         node.store.wait(token, reader.id, 0, blocks, 1e9, got.share)
@@ -411,14 +408,8 @@ def test_who_reads_waits_for_blocks_that_are_on_their_way() -> None:
 
 def test_who_reads_on_waits_on_though_the_owner_is_done() -> None:
     """COR: else ranks that asked before and after the owner's end would be told of different lengths."""
-    node, readers = test_lower.Node(), FakeReaders()
-    node.store.shares = Shares(node.store.stats, readers, GENERATION)
-    text, reader = node.text(test_lower.ids(1, 3)), node.store.open_session()
-    assert reader is not None
-    node.put(test_lower.ids(1, 3))
-    node.run()
-    node.store.memory.clear(text.entry.root)
-    got = node.store.acquire(node.session, text.entry.spec_id, 900, text.query, shared=True)
+    readers = FakeReaders()
+    node, reader, got = loading(readers)
     readers.begin(got.share)
     node.ask()
     node.load_one()

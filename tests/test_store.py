@@ -14,7 +14,7 @@ from kvstore.core.store import QUARANTINE_MS, SESSIONS_MAX, Acquisition, Grant, 
 from kvstore.core.tier import FAILED, FREE, RESERVED, SEALED
 from kvstore.errors import KVStoreError, SessionLost, SpecMismatch
 from kvstore.spec import KVSpec
-from tests.models import SimSlab, Text, write_header
+from tests.models import SimSlab, Text, store_on, write_header
 
 EXTENT_NBYTES = 64 << 10  # 8 slots of `SMALL`, 4 of `LARGE`
 SMALL = KVSpec(model="small", dtype="float16", num_layers=1, head_dim=2, block_tokens=4)
@@ -30,15 +30,7 @@ class Node:
 
     def __init__(self, num_extents: int = 4, *, session_share: float = 1.0, checksums: bool = True) -> None:
         self.slab = SimSlab(num_extents, EXTENT_NBYTES)
-        self.store = Store(
-            extent_nbytes=EXTENT_NBYTES,
-            tables=self.slab.tables,
-            symbols_of=self.slab.symbols_of,
-            session_share=session_share,
-            checksums=checksums,
-        )
-        for extent in range(num_extents):
-            self.store.add_extent(extent)
+        self.store = store_on(self.slab, session_share=session_share, checksums=checksums)
         self.session = self.open()
         self.last_id = 0
 

@@ -606,9 +606,10 @@ class Service:
         self, slot: int, spec: KVSpec, shards: tuple[Shard, ...], sums: tuple[int | None, ...]
     ) -> bytes | None:
         header = self.slab.header(slot)
-        if header is None or header.payload_nbytes != spec.payload_nbytes(len(header.identity.tokens) // 4):
-            return None  # a writer's word: not even whole rows, maybe
-        if header.payload_nbytes > spec.block_nbytes:
+        if header is None:
+            return None
+        num_tokens = len(header.identity.tokens) // 4  # a writer's word, as is the size: it may be no whole rows
+        if num_tokens > spec.block_tokens or header.payload_nbytes != spec.payload_nbytes(num_tokens):
             return None
         payload = self.slab.payload(self.slab.offset(slot, spec.slot_nbytes), header.payload_nbytes)
         rects = [
